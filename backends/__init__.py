@@ -1,0 +1,8 @@
+"""The backends, one folder each. A backend never imports another one, nor the operations."""
+
+from __future__ import annotations
+
+from mxkv.backends.torch_eager.backend import BACKEND as TORCH
+from mxkv.contracts import Backend
+
+BUILTIN: tuple[Backend, ...] = (TORCH,)

@@ -1,0 +1,1 @@
+"""The oracle: plain torch that reads like the specification."""

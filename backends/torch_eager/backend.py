@@ -1,0 +1,37 @@
+"""The torch eager backend: runs everything everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mxkv.contracts import YES, Backend, Spec, Verdict
+
+
+def probe(device: torch.device) -> Verdict:
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        return YES
+    return Verdict((f"torch has no usable {device.type} device here",))
+
+
+def supports(spec: Spec) -> Verdict:
+    return YES
+
+
+def load() -> Any:
+    from mxkv.backends.torch_eager import latents
+
+    return latents
+
+
+BACKEND = Backend(
+    name="torch",
+    priority=0,
+    description="plain torch, the reference that the others are compared with",
+    probe=probe,
+    supports=supports,
+    load=load,
+    operations=frozenset({"store", "load"}),
+    slower=True,
+)

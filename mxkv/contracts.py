@@ -1,0 +1,144 @@
+"""What dispatch and a backend say to each other: the description of a call, a verdict on it, and a backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from mxkv.formats import Format
+from mxkv.paging import PageLayout
+
+NONFINITE = ("propagate", "sanitize")
+ROPE_DIM = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether something can be done and, if not, every reason why."""
+
+    reasons: tuple[str, ...] = ()
+    hint: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+    def __and__(self, other: Verdict) -> Verdict:
+        return Verdict(self.reasons + other.reasons, self.hint or other.hint)
+
+
+YES = Verdict()
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreSpec:
+    """Everything about a store that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        format: The cache's format.
+        latent_dim: Values of a row.
+        latent_dtype: dtype of the rows.
+        layout: Where the cache's records stand.
+        positioned: Whether the call has positions (and so may skip tokens).
+        rotate: Whether it has a table of cosines and sines (and so rotates the last 64 values).
+        compress_ratio: 1, or 2: store only tokens of odd position.
+        scaled: Whether it has a per-tensor scale.
+        nonfinite: "propagate" or "sanitize".
+    """
+
+    operation: ClassVar[str] = "store"
+    device: torch.device
+    format: Format
+    latent_dim: int
+    latent_dtype: torch.dtype
+    layout: PageLayout
+    positioned: bool = False
+    rotate: bool = False
+    compress_ratio: int = 1
+    scaled: bool = False
+    nonfinite: str = "propagate"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadSpec:
+    """Everything about a load that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        format: The cache's format.
+        latent_dim: Values of a row.
+        out_dtype: dtype of the rows that come out.
+        layout: Where the cache's records stand.
+        scaled: Whether the call has a per-tensor scale.
+    """
+
+    operation: ClassVar[str] = "load"
+    device: torch.device
+    format: Format
+    latent_dim: int
+    out_dtype: torch.dtype
+    layout: PageLayout
+    scaled: bool = False
+
+
+Spec = StoreSpec | LoadSpec
+
+
+class StoreFunction(Protocol):
+    """``store`` of a backend's module.
+
+    ``latent`` has as many rows as ``slots``, at least one; everything has been checked.
+    """
+
+    def __call__(
+        self,
+        spec: StoreSpec,
+        cache: torch.Tensor,
+        latent: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None,
+        cos_sin: torch.Tensor | None,
+        cache_scale: torch.Tensor | None,
+    ) -> None: ...
+
+
+class LoadFunction(Protocol):
+    """``load`` of a backend's module: fills ``out`` [slots, latent_dim] of any row stride; at least one slot."""
+
+    def __call__(
+        self,
+        spec: LoadSpec,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        cache_scale: torch.Tensor | None,
+    ) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One way to run the operations.
+
+    Attributes:
+        name: What ``backend=`` and ``MXKV_BACKEND`` call it.
+        priority: The automatic choice takes the highest that can run.
+        description: One line for tables.
+        probe: Whether the backend can run at all on a device. Cheap, and imports nothing heavy.
+        supports: Whether it can run one call on a device where ``probe`` said yes.
+        load: Imports and returns its operations: an object with a function for each operation that it has.
+        operations: Names of the operations that it has.
+        slower: Whether taking it on a GPU costs speed, so that the automatic choice says it did.
+    """
+
+    name: str
+    priority: int
+    description: str
+    probe: Callable[[torch.device], Verdict]
+    supports: Callable[[Spec], Verdict]
+    load: Callable[[], Any]
+    operations: frozenset[str]
+    slower: bool = False

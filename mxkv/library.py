@@ -1,0 +1,168 @@
+"""The operations as torch operators (``torch.ops.mxkv``): schemas, implementations, fakes.
+
+The schemas declare what a call writes, so that compiled programs write the caller's cache in place. A call's checks and
+the choice of its backend are made once for each kind of call and memoised under everything they depend on but the
+token count; a further call of that kind costs one look-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mxkv import checks, dispatch
+
+_library = torch.library.Library("mxkv", "DEF")
+
+_SCHEMAS = (
+    "store(Tensor(a!) cache, Tensor latent, Tensor slots, str? format=None, Tensor? positions=None, "
+    "Tensor? cos_sin=None, int compress_ratio=1, Tensor? cache_scale=None, str nonfinite='propagate', "
+    "str? backend=None) -> ()",
+    "load(Tensor cache, Tensor slots, str? format=None, int? latent_dim=None, ScalarType? dtype=None, "
+    "Tensor? cache_scale=None, str? backend=None) -> Tensor",
+    "load_out(Tensor cache, Tensor slots, Tensor(a!) out, str? format=None, Tensor? cache_scale=None, "
+    "str? backend=None) -> ()",
+)
+
+_MOST_PLANS = 4096
+_plans: dict[Any, tuple[int, Callable[..., None]]] = {}
+
+
+def forget_plans() -> None:
+    """Forget every memoised call (for tests)."""
+    _plans.clear()
+
+
+def _remember(key: Any, latent_dim: int, plan: Callable[..., None]) -> tuple[int, Callable[..., None]]:
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = latent_dim, plan
+    return latent_dim, plan
+
+
+def _kind(tensor: torch.Tensor | None) -> Any:
+    """What a memoised plan depends on in a tensor whose first dimension counts tokens."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.device
+
+
+def _store(
+    cache: torch.Tensor,
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    format: str | None = None,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    compress_ratio: int = 1,
+    cache_scale: torch.Tensor | None = None,
+    nonfinite: str = "propagate",
+    backend: str | None = None,
+) -> None:
+    key = (
+        cache.shape, _kind(cache), _kind(latent), _kind(slots), format, _kind(positions), _kind(cos_sin),
+        compress_ratio, None if cache_scale is None else (cache_scale.numel(), _kind(cache_scale)), nonfinite, backend,
+        dispatch.context_key(),
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        spec = checks.store_spec(
+            cache, latent, slots, format, positions, cos_sin, compress_ratio, cache_scale, nonfinite
+        )
+        found = _remember(key, spec.latent_dim, dispatch.plan(spec, backend))
+    else:
+        checks.check_counts(latent, slots, positions)
+    tokens = slots.shape[0]
+    if tokens:
+        if latent.shape[0] != tokens:
+            latent = latent[:tokens]
+        if positions is not None and positions.shape[0] != tokens:
+            positions = positions[:tokens]
+        found[1](cache, latent, slots, positions, cos_sin, cache_scale)
+
+
+def _load_plan(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    format: str | None,
+    latent_dim: int | None,
+    dtype: torch.dtype,
+    cache_scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    backend: str | None,
+) -> tuple[int, Callable[..., None]]:
+    key = (
+        cache.shape, _kind(cache), _kind(slots), format, latent_dim, dtype,
+        None if cache_scale is None else (cache_scale.numel(), _kind(cache_scale)), _kind(out), backend,
+        dispatch.context_key(),
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None or (out is not None and out.shape[0] != slots.shape[0]):
+        spec = checks.load_spec(cache, slots, format, latent_dim, dtype, cache_scale, out)
+        found = _remember(key, spec.latent_dim, dispatch.plan(spec, backend))
+    return found
+
+
+def _load(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    format: str | None = None,
+    latent_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    cache_scale: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    dtype = dtype or torch.bfloat16
+    latent_dim, plan = _load_plan(cache, slots, format, latent_dim, dtype, cache_scale, None, backend)
+    out = torch.empty((slots.shape[0], latent_dim), dtype=dtype, device=cache.device)
+    if slots.shape[0]:
+        plan(cache, slots, out, cache_scale)
+    return out
+
+
+def _load_out(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    format: str | None = None,
+    cache_scale: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    _, plan = _load_plan(cache, slots, format, None, out.dtype, cache_scale, out, backend)
+    if slots.shape[0]:
+        plan(cache, slots, out, cache_scale)
+
+
+def _fake_store(cache: torch.Tensor, latent: torch.Tensor, slots: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _fake_load(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    format: str | None = None,
+    latent_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    cache_scale: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    if latent_dim is None:
+        latent_dim = checks.latent_dim_of(cache, format)
+    return torch.empty((slots.shape[0], latent_dim), dtype=dtype or torch.bfloat16, device=cache.device)
+
+
+def _fake_load_out(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+for _schema, _implementation, _fake in zip(
+    _SCHEMAS, (_store, _load, _load_out), (_fake_store, _fake_load, _fake_load_out), strict=True
+):
+    _name = _schema.split("(")[0]
+    _library.define(_schema)
+    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mxkv::{_name}", _fake, lib=_library)
+
+OPERATORS = torch.ops.mxkv

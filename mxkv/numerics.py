@@ -1,0 +1,134 @@
+"""The number codes and the scale rules, in torch. The one place where they are written.
+
+Every function is exact in the sense of the specification: IEEE fp32, round to nearest even, scales taken from
+bit patterns, true divisions. Other backends are compared with these byte for byte.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import torch
+
+from mxkv.formats import Element, Scale
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Value of each E2M1 code 0 to 7; code 8 + c is its negative."""
+
+E4M3_NAN = 0x7F
+E4M3_SCALE_MIN = 2.0**-9
+E8M0_NAN = 255
+E8M0_ONE = 127
+BF16_NAN = 0x7FC0
+
+EXPONENT_SHIFT = 23
+MANTISSA_MASK = 0x7FFFFF
+
+
+def float_bits(value: float) -> int:
+    """The bit pattern of a number as fp32."""
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits
+
+
+def divide(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
+    """x / y, correctly rounded. (On a GPU, torch turns a division by a Python number into a reciprocal multiply.)"""
+    return x / (y if isinstance(y, torch.Tensor) else x.new_full((), y))
+
+
+def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """fp32 to E2M1 codes 0 to 15: nearest, ties to the even code, saturating at 6; the sign of zero is kept. No NaN."""
+    a = x.abs()
+    # Each binade is a grid of its own: steps of 1/2 below 2, of 1 below 4, of 2 above. Rounding onto a grid outside its
+    # binade lands on a code too high, so the least of the three is right.
+    code = (a * 2).round_()  # round_ takes ties to even
+    code = torch.minimum(code, a.round().add_(2), out=code)
+    code = torch.minimum(code, a.mul_(0.5).round_().add_(4), out=code).clamp_(max=7)
+    sign = (x.view(torch.int32) >> 28).bitwise_and_(8)
+    return sign.bitwise_or_(code.to(torch.int32)).to(torch.uint8)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes 0 to 15 to fp32."""
+    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device)
+    return table[codes.int()]
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """[..., n] codes to [..., n / 2] bytes: the even one in the low nibble."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 1].bitwise_left_shift(4).bitwise_or_(pairs[..., 0])
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """[..., n / 2] bytes to [..., n] codes."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """fp32 to E4M3 bytes: nearest, ties to even, saturating at 448; the sign of zero is kept; NaN is 0x7f."""
+    # The cast's own saturation differs between torch versions: it is never asked to saturate.
+    code = x.clamp(-Element.E4M3.max, Element.E4M3.max).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(code == 0xFF, E4M3_NAN, code)
+
+
+def decode_e4m3(code: torch.Tensor) -> torch.Tensor:
+    """E4M3 bytes to fp32."""
+    return code.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def encode_bf16(x: torch.Tensor) -> torch.Tensor:
+    """fp32 to bf16, nearest even; every NaN is 0x7fc0."""
+    nan = torch.full((), BF16_NAN, dtype=torch.int16, device=x.device).view(torch.bfloat16)
+    return torch.where(x.isnan(), nan, x.to(torch.bfloat16))
+
+
+def e8m0_scale(amax: torch.Tensor, element: Element) -> torch.Tensor:
+    """The E8M0 byte (int32) of a group: the smallest e with 2**e * element.max >= amax, plus 127, at least 0.
+
+    A zero group takes 127.
+    """
+    top = float_bits(element.max)
+    top_exponent, top_mantissa = (top >> EXPONENT_SHIFT) - 127, top & MANTISSA_MASK
+    bits = amax.view(torch.int32)
+    byte = (bits >> EXPONENT_SHIFT) - top_exponent + ((bits & MANTISSA_MASK) > top_mantissa)
+    return torch.where(bits == 0, E8M0_ONE, byte.clamp_(min=0)).to(torch.int32)
+
+
+def e8m0_reciprocal(byte: torch.Tensor) -> torch.Tensor:
+    """2**(127 - byte) for a byte (int32) that :func:`e8m0_scale` gave: dividing by the scale, exactly."""
+    return ((254 - byte) << EXPONENT_SHIFT).view(torch.float32)
+
+
+def decode_e8m0(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes to fp32: 2**(byte - 127), NaN for 255."""
+    bits = byte.int() << EXPONENT_SHIFT
+    bits = torch.where(byte == 0, 1 << (EXPONENT_SHIFT - 1), bits)  # 2**-127 is subnormal
+    return torch.where(byte == E8M0_NAN, torch.nan, bits.view(torch.float32))
+
+
+def e4m3_scale(amax: torch.Tensor, element: Element) -> torch.Tensor:
+    """The E4M3 byte of a group: amax / element.max, clamped to [2**-9, 448], rounded to nearest even."""
+    return encode_e4m3(divide(amax, element.max).clamp_(E4M3_SCALE_MIN, Element.E4M3.max))
+
+
+@functools.cache
+def scale_nan(scale: Scale) -> int:
+    """The scale byte of a group that holds a number which the record cannot hold."""
+    return E8M0_NAN if scale is Scale.E8M0 else E4M3_NAN
+
+
+def quantize_groups(groups: torch.Tensor, element: Element, scale: Scale, amax_floor: float) -> tuple[torch.Tensor, ...]:
+    """fp32 ``[..., group]``, finite, to codes ``[..., group]`` (one to a byte) and scale bytes ``[...]``, uint8."""
+    amax = groups.abs().amax(-1)
+    if amax_floor:
+        amax = amax.clamp_(min=amax_floor)
+    if scale is Scale.E8M0:
+        byte = e8m0_scale(amax, element)
+        scaled = groups * e8m0_reciprocal(byte)[..., None]
+        scales = byte.to(torch.uint8)
+    else:
+        scales = e4m3_scale(amax, element)
+        scaled = groups / decode_e4m3(scales)[..., None]
+    return (encode_e2m1(scaled) if element is Element.E2M1 else encode_e4m3(scaled)), scales

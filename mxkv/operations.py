@@ -1,0 +1,182 @@
+"""The operations that users call. Each is a thin layer over its torch operator: see :mod:`mxkv.library`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mxkv import contracts, dispatch, library
+from mxkv.formats import Format, get_format
+from mxkv.paging import contiguous_layout
+
+__all__ = ["empty_cache", "explain", "load", "store"]
+
+_ops = library.OPERATORS
+
+
+def empty_cache(
+    format: str | Format,
+    num_blocks: int,
+    block_size: int,
+    latent_dim: int,
+    device: str | torch.device = "cpu",
+) -> torch.Tensor:
+    """A cache with no token in it: every byte is zero, and every row reads as zeros.
+
+    Args:
+        format: A format's name, or a format.
+        num_blocks: Pages.
+        block_size: Slots of a page.
+        latent_dim: Values of a row.
+        device: Where to allocate it.
+
+    Returns:
+        ``[num_blocks, block_size, record width]``: uint8, of record_bytes width, for packed formats; bf16 or
+        float8_e4m3fn, of width latent_dim, for the plain ones.
+
+    Raises:
+        ValueError: An unknown format, a latent_dim that does not fit it, or sizes below 0 (block_size below 1).
+    """
+    fmt = get_format(format)
+    if num_blocks < 0 or block_size < 1:
+        raise ValueError(f"expected num_blocks >= 0 and block_size >= 1, got {num_blocks} and {block_size}")
+    shape = (num_blocks, block_size, fmt.record_width(latent_dim))
+    return torch.zeros(shape, dtype=fmt.cache_dtype, device=device)
+
+
+def store(
+    cache: torch.Tensor,
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    format: str | Format | None = None,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    compress_ratio: int = 1,
+    cache_scale: torch.Tensor | float | None = None,
+    nonfinite: str = "propagate",
+    backend: str | None = None,
+) -> None:
+    """Quantize rows and scatter them into a paged cache, in place.
+
+    Args:
+        cache: ``[num_blocks, block_size, record width]`` of the format's dtype; the blocks may stand apart. Formats
+            that keep no scales at the end of a page also take ``[num_slots, record width]``, and, with ``format=``,
+            any contiguous tensor that can be viewed so.
+        latent: ``[tokens, latent_dim]`` bf16, fp16 or fp32, of any row stride.
+        slots: ``[<= tokens]`` int32 or int64, of any stride. Slot ``s`` is position ``s % block_size`` of block
+            ``s // block_size``. A negative slot, and one past the end, stores nothing. If it is shorter than ``latent``,
+            only its tokens are stored. Of equal slots the last wins on the torch backend; on a GPU backend that record
+            is unspecified.
+        format: A format's name or a format; inferred from the cache's dtype and width and the latent's width if None.
+        positions: ``[>= slots]`` int32 or int64: the tokens' positions.
+        cos_sin: ``[max_pos, 64]`` of a floating-point dtype, 32 cosines then 32 sines: rotate the last 64 values of
+            each row in adjacent pairs before quantizing. A token whose position is outside [0, max_pos) is not stored.
+        compress_ratio: 1 or 2. A token is stored only if ``(position + 1) % compress_ratio == 0``, rotated by the
+            table's row ``position // compress_ratio * compress_ratio``. 2 requires positions.
+        cache_scale: The per-tensor scale of ``fp8`` caches, one fp32 number; stored values are latent / cache_scale.
+            A tensor on the cache's device costs nothing more; a Python number is copied there at each call.
+        nonfinite: "propagate": a group that holds NaN or infinity reads back as NaN. "sanitize": NaN is stored as 0 and
+            infinity as the largest finite value.
+        backend: The backend that must run the call; None leaves it to ``use_backend``, ``MXKV_BACKEND``, the device.
+
+    Raises:
+        TypeError: A dtype that the operation does not take.
+        ValueError: Shapes, strides or devices that do not fit, an unknown or ambiguous format, unknown names, or a
+            forced backend that cannot run the call. Nothing has been written.
+    """
+    _ops.store(
+        cache, latent, slots, _spec_of(format), positions, cos_sin, compress_ratio,
+        _scale_tensor(cache_scale, cache), nonfinite, backend,
+    )  # fmt: skip
+
+
+def load(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    format: str | Format | None = None,
+    latent_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    cache_scale: torch.Tensor | float | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Gather rows from a paged cache and dequantize them.
+
+    Args:
+        cache: As in :func:`store`.
+        slots: ``[n]`` int32 or int64, of any stride. A negative slot, and one past the end, gives a row of zeros.
+        format: A format's name or a format; inferred from the cache's dtype and width if None.
+        latent_dim: Values of a row; taken from the cache's width (or ``out``) if None.
+        dtype: bf16 (the default), fp16 or fp32; finite values saturate at its largest.
+        cache_scale: The per-tensor scale of ``fp8`` caches.
+        out: ``[n, latent_dim]`` of any row stride to write into; its dtype is the rows' dtype.
+        backend: As in :func:`store`.
+
+    Returns:
+        ``[n, latent_dim]``; ``out`` where it was given.
+
+    Raises:
+        TypeError: A dtype that the operation does not take, or a ``dtype`` that is not ``out``'s.
+        ValueError: As in :func:`store`.
+    """
+    scale = _scale_tensor(cache_scale, cache)
+    if out is None:
+        rows: torch.Tensor = _ops.load(cache, slots, _spec_of(format), latent_dim, dtype, scale, backend)
+        return rows
+    if dtype is not None and dtype != out.dtype:
+        raise TypeError(f"out must be of the dtype asked for: expected {dtype}, got {out.dtype}")
+    if latent_dim is not None and (out.dim() != 2 or out.shape[1] != latent_dim):
+        raise ValueError(f"out must be [slots, latent_dim] with latent_dim {latent_dim}, got shape {list(out.shape)}")
+    _ops.load_out(cache, slots, out, _spec_of(format), scale, backend)
+    return out
+
+
+def explain(
+    operation: str,
+    *,
+    device: str | torch.device = "cpu",
+    format: str | Format = "mxfp4",
+    latent_dim: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+    **fields: Any,
+) -> dispatch.Explanation:
+    """Who would run an operation, and why the other backends would not. Print it.
+
+    Args:
+        operation: "store" or "load".
+        device: Where the tensors would be.
+        format: A format's name, or a format.
+        latent_dim: Values of a row.
+        dtype: Of the rows.
+        backend: The backend to force, as in a call.
+        **fields: Further fields of the operation's spec (:mod:`mxkv.contracts`), such as ``compress_ratio=2``.
+
+    Raises:
+        TypeError: The operation's spec has no such field.
+        ValueError: An unknown operation, format or backend, or a latent_dim that does not fit the format.
+    """
+    specs = {spec.operation: spec for spec in (contracts.StoreSpec, contracts.LoadSpec)}
+    if operation not in specs:
+        raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join(specs)}")
+    fmt = get_format(format)
+    layout = fields.pop("layout", None) or contiguous_layout(fmt, latent_dim, num_blocks=1024, block_size=64)
+    spec = specs[operation](dispatch.resolve_device(device), fmt, latent_dim, dtype, layout, **fields)
+    return dispatch.explain_spec(spec, backend)
+
+
+def _spec_of(format: str | Format | None) -> str | None:
+    if format is None or isinstance(format, str):
+        return format
+    return get_format(format).spec
+
+
+def _scale_tensor(cache_scale: torch.Tensor | float | None, cache: torch.Tensor) -> torch.Tensor | None:
+    if cache_scale is None or isinstance(cache_scale, torch.Tensor):
+        return cache_scale
+    if isinstance(cache_scale, bool) or not isinstance(cache_scale, int | float):
+        raise TypeError(f"cache_scale must be a number or a tensor of one, got {type(cache_scale).__name__}")
+    return torch.full((), float(cache_scale), device=cache.device)
