@@ -51,7 +51,9 @@ def store_spec(
         if positions is None:
             raise ValueError("cos_sin is looked up by position: expected positions, got None")
         if latent_dim < ROPE_DIM:
-            raise ValueError(f"RoPE rotates the last {ROPE_DIM} values: expected latent_dim >= {ROPE_DIM}, got {latent_dim}")
+            raise ValueError(
+                f"RoPE rotates the last {ROPE_DIM} values: expected latent_dim >= {ROPE_DIM}, got {latent_dim}"
+            )
         if cos_sin.dim() != 2 or cos_sin.shape[1] != ROPE_DIM:
             raise ValueError(
                 f"cos_sin must be [max_pos, {ROPE_DIM}] ({ROPE_DIM // 2} cosines, then {ROPE_DIM // 2} sines), "
@@ -87,11 +89,15 @@ def load_spec(
     if out is not None:
         _check_rows("out", out)
         if latent_dim not in (None, out.shape[1]):
-            raise ValueError(f"out must be [slots, latent_dim] = [{slots.shape[0]}, {latent_dim}], got {list(out.shape)}")
+            raise ValueError(
+                f"out must be [slots, latent_dim] = [{slots.shape[0]}, {latent_dim}], got {list(out.shape)}"
+            )
         if out.shape[0] != slots.shape[0]:
             raise ValueError(f"out must have a row for each of the {slots.shape[0]} slots, got shape {list(out.shape)}")
         if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
-            raise ValueError(f"the rows of out must not overlap, got shape {list(out.shape)}, strides {list(out.stride())}")
+            raise ValueError(
+                f"the rows of out must not overlap, got shape {list(out.shape)}, strides {list(out.stride())}"
+            )
         latent_dim = out.shape[1]
     fmt = _format_of(cache, format, latent_dim)
     if latent_dim is None:
@@ -104,7 +110,9 @@ def load_spec(
 def check_counts(latent: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor | None) -> None:
     """The checks of a store that its memoised spec does not cover: how many tokens there are."""
     if slots.shape[0] > latent.shape[0]:
-        raise ValueError(f"expected at most one slot for each of the {latent.shape[0]} latent rows, got {slots.shape[0]}")
+        raise ValueError(
+            f"expected at most one slot for each of the {latent.shape[0]} latent rows, got {slots.shape[0]}"
+        )
     if positions is not None and positions.shape[0] < slots.shape[0]:
         raise ValueError(f"expected a position for each of the {slots.shape[0]} slots, got {positions.shape[0]}")
 
@@ -171,7 +179,9 @@ def _check_scale(format: Format, cache_scale: torch.Tensor | None) -> None:
 def _check_same_device(cache: torch.Tensor, **others: torch.Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None and tensor.device != cache.device:
-            raise ValueError(f"all tensors must be on the cache's device: expected {name} on {cache.device}, got {tensor.device}")
+            raise ValueError(
+                f"all tensors must be on the cache's device: expected {name} on {cache.device}, got {tensor.device}"
+            )
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

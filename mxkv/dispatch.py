@@ -27,6 +27,10 @@ _MOST_PLANS = 4096
 _plans: dict[Any, Callable[..., None]] = {}
 _warned: set[tuple[str, str]] = set()
 
+forced = _forced.get
+added = _added.get
+"""What, beside a call's own arguments and the environment, decides who runs it (part of every memo's key)."""
+
 
 @functools.cache
 def _installed() -> tuple[Backend, ...]:
@@ -85,11 +89,6 @@ def use_backend(name: str) -> Iterator[None]:
 def override(name: str | None) -> str | None:
     """The backend that a call is forced to: its own ``backend=``, else ``use_backend``, else ``MXKV_BACKEND``."""
     return name or _forced.get() or settings.current().backend
-
-
-def context_key() -> tuple[Any, ...]:
-    """What, beside a call's own arguments, decides who runs it."""
-    return _forced.get(), _added.get()
 
 
 def verdict(backend: Backend, spec: Spec) -> Verdict:
@@ -207,6 +206,7 @@ def forget_plans() -> None:
 def resolve_device(device: str | torch.device) -> torch.device:
     """A device with its index, as tensors name it."""
     device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
+    index: int | None = device.index  # (torch's stubs leave the None out)
+    if device.type == "cuda" and index is None:
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return device

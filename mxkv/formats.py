@@ -200,7 +200,7 @@ class Format:
 
     @functools.cached_property
     def spec(self) -> str:
-        """The format as one string, which :func:`parse_format` reads back: its name where that names this very format."""
+        """The format as one string that :func:`parse_format` reads back: its name where that names this very format."""
         if FORMATS.get(self.name) == self:
             return self.name
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -282,6 +282,7 @@ def infer_format(dtype: torch.dtype, width: int, latent_dim: int | None, *, page
         TypeError: No format has that dtype.
         ValueError: No format fits, or several do; the message lists the candidates.
     """
+    width = int(width)  # a symbolic size of a traced program becomes a number here
     of_dtype = [f for f in FORMATS.values() if f.cache_dtype == dtype]
     if not of_dtype:
         known = sorted({str(f.cache_dtype) for f in FORMATS.values()})
@@ -295,8 +296,11 @@ def infer_format(dtype: torch.dtype, width: int, latent_dim: int | None, *, page
     ]
     known_dim = "" if latent_dim is None else f" and latent_dim {latent_dim}"
     if not meant:
-        widths = "" if latent_dim is None else "; expected widths: " + ", ".join(
-            f"{f.name} {f.record_width(latent_dim)}" for f in of_dtype if f.accepts_dim(latent_dim)
+        widths = (
+            ""
+            if latent_dim is None
+            else "; expected widths: "
+            + ", ".join(f"{f.name} {f.record_width(latent_dim)}" for f in of_dtype if f.accepts_dim(latent_dim))
         )
         raise ValueError(f"no format has a {dtype} cache of width {width}{known_dim}{widths}")
     if len(meant) > 1:
@@ -309,7 +313,7 @@ def infer_format(dtype: torch.dtype, width: int, latent_dim: int | None, *, page
     if fmt.placement is Placement.PAGE and not paged:
         listed = ", ".join(f.name for f, _ in found)
         raise ValueError(
-            f"a {dtype} cache of width {width} can be {listed}; {fmt.name} is meant unless another is named, and its "
-            f"scales stand at the end of each page: expected a 3-D cache [num_blocks, block_size, {width}], got a 2-D one"
+            f"a {dtype} cache of width {width} can be {listed}; {fmt.name} is meant unless another is named, and it "
+            f"keeps its scales at the end of each page: expected a 3-D cache [num_blocks, block_size, {width}], got 2-D"
         )
     return fmt, dim

@@ -27,7 +27,7 @@ _SCHEMAS = (
 )
 
 _MOST_PLANS = 4096
-_plans: dict[Any, tuple[int, Callable[..., None]]] = {}
+_plans: dict[Any, tuple[Callable[..., None], int]] = {}
 
 
 def forget_plans() -> None:
@@ -35,18 +35,18 @@ def forget_plans() -> None:
     _plans.clear()
 
 
-def _remember(key: Any, latent_dim: int, plan: Callable[..., None]) -> tuple[int, Callable[..., None]]:
+def _remember(key: Any, plan: Callable[..., None], latent_dim: int) -> tuple[Callable[..., None], int]:
     if len(_plans) >= _MOST_PLANS:
         _plans.clear()
-    _plans[key] = latent_dim, plan
-    return latent_dim, plan
+    _plans[key] = plan, latent_dim
+    return plan, latent_dim
 
 
 def _kind(tensor: torch.Tensor | None) -> Any:
-    """What a memoised plan depends on in a tensor whose first dimension counts tokens."""
+    """What a memoised call depends on in a tensor, less its first dimension, which counts tokens."""
     if tensor is None:
         return None
-    return tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.device
+    return tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.get_device()
 
 
 def _store(
@@ -61,26 +61,28 @@ def _store(
     nonfinite: str = "propagate",
     backend: str | None = None,
 ) -> None:
+    if positions is None and cos_sin is None and cache_scale is None:
+        extras = None
+    else:
+        extras = _kind(positions), _kind(cos_sin), _kind(cache_scale), cache_scale is None or cache_scale.numel()
     key = (
-        cache.shape, _kind(cache), _kind(latent), _kind(slots), format, _kind(positions), _kind(cos_sin),
-        compress_ratio, None if cache_scale is None else (cache_scale.numel(), _kind(cache_scale)), nonfinite, backend,
-        dispatch.context_key(),
+        cache.shape, cache.stride(), cache.dtype, cache.get_device(), latent.shape[1:], latent.stride(), latent.dtype,
+        latent.get_device(), slots.stride(), slots.dtype, slots.get_device(), extras, format, compress_ratio, nonfinite,
+        backend, dispatch.forced(), dispatch.added(),
     )  # fmt: skip
     found = _plans.get(key)
     if found is None:
         spec = checks.store_spec(
             cache, latent, slots, format, positions, cos_sin, compress_ratio, cache_scale, nonfinite
         )
-        found = _remember(key, spec.latent_dim, dispatch.plan(spec, backend))
-    else:
+        found = _remember(key, dispatch.plan(spec, backend), spec.latent_dim)
+    tokens, rows = slots.shape[0], latent.shape[0]
+    if tokens != rows or (positions is not None and positions.shape[0] != tokens):
         checks.check_counts(latent, slots, positions)
-    tokens = slots.shape[0]
+        latent = latent[:tokens]
+        positions = None if positions is None else positions[:tokens]
     if tokens:
-        if latent.shape[0] != tokens:
-            latent = latent[:tokens]
-        if positions is not None and positions.shape[0] != tokens:
-            positions = positions[:tokens]
-        found[1](cache, latent, slots, positions, cos_sin, cache_scale)
+        found[0](cache, latent, slots, positions, cos_sin, cache_scale)
 
 
 def _load_plan(
@@ -92,16 +94,16 @@ def _load_plan(
     cache_scale: torch.Tensor | None,
     out: torch.Tensor | None,
     backend: str | None,
-) -> tuple[int, Callable[..., None]]:
+) -> tuple[Callable[..., None], int]:
+    scale = None if cache_scale is None else (cache_scale.numel(), _kind(cache_scale))
     key = (
-        cache.shape, _kind(cache), _kind(slots), format, latent_dim, dtype,
-        None if cache_scale is None else (cache_scale.numel(), _kind(cache_scale)), _kind(out), backend,
-        dispatch.context_key(),
+        cache.shape, cache.stride(), cache.dtype, cache.get_device(), slots.stride(), slots.dtype, slots.get_device(),
+        format, latent_dim, dtype, scale, _kind(out), backend, dispatch.forced(), dispatch.added(),
     )  # fmt: skip
     found = _plans.get(key)
     if found is None or (out is not None and out.shape[0] != slots.shape[0]):
         spec = checks.load_spec(cache, slots, format, latent_dim, dtype, cache_scale, out)
-        found = _remember(key, spec.latent_dim, dispatch.plan(spec, backend))
+        found = _remember(key, dispatch.plan(spec, backend), spec.latent_dim)
     return found
 
 
@@ -115,7 +117,7 @@ def _load(
     backend: str | None = None,
 ) -> torch.Tensor:
     dtype = dtype or torch.bfloat16
-    latent_dim, plan = _load_plan(cache, slots, format, latent_dim, dtype, cache_scale, None, backend)
+    plan, latent_dim = _load_plan(cache, slots, format, latent_dim, dtype, cache_scale, None, backend)
     out = torch.empty((slots.shape[0], latent_dim), dtype=dtype, device=cache.device)
     if slots.shape[0]:
         plan(cache, slots, out, cache_scale)
@@ -130,7 +132,7 @@ def _load_out(
     cache_scale: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> None:
-    _, plan = _load_plan(cache, slots, format, None, out.dtype, cache_scale, out, backend)
+    plan, _ = _load_plan(cache, slots, format, None, out.dtype, cache_scale, out, backend)
     if slots.shape[0]:
         plan(cache, slots, out, cache_scale)
 
@@ -157,12 +159,17 @@ def _fake_load_out(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, 
     return None
 
 
-for _schema, _implementation, _fake in zip(
-    _SCHEMAS, (_store, _load, _load_out), (_fake_store, _fake_load, _fake_load_out), strict=True
-):
+_functions: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
+    (_store, _fake_store),
+    (_load, _fake_load),
+    (_load_out, _fake_load_out),
+)
+for _schema, (_implementation, _fake) in zip(_SCHEMAS, _functions, strict=True):
     _name = _schema.split("(")[0]
     _library.define(_schema)
     _library.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"mxkv::{_name}", _fake, lib=_library)
 
-OPERATORS = torch.ops.mxkv
+store_op = torch.ops.mxkv.store.default
+load_op = torch.ops.mxkv.load.default
+load_out_op = torch.ops.mxkv.load_out.default

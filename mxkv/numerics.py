@@ -58,7 +58,8 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """[..., n] codes to [..., n / 2] bytes: the even one in the low nibble."""
     pairs = codes.unflatten(-1, (-1, 2))
-    return pairs[..., 1].bitwise_left_shift(4).bitwise_or_(pairs[..., 0])
+    packed: torch.Tensor = pairs[..., 1].bitwise_left_shift(4).bitwise_or_(pairs[..., 0])
+    return packed
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
@@ -119,7 +120,9 @@ def scale_nan(scale: Scale) -> int:
     return E8M0_NAN if scale is Scale.E8M0 else E4M3_NAN
 
 
-def quantize_groups(groups: torch.Tensor, element: Element, scale: Scale, amax_floor: float) -> tuple[torch.Tensor, ...]:
+def quantize_groups(
+    groups: torch.Tensor, element: Element, scale: Scale, amax_floor: float
+) -> tuple[torch.Tensor, ...]:
     """fp32 ``[..., group]``, finite, to codes ``[..., group]`` (one to a byte) and scale bytes ``[...]``, uint8."""
     amax = groups.abs().amax(-1)
     if amax_floor:

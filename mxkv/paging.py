@@ -70,16 +70,16 @@ def layout_of(cache: torch.Tensor, format: Format, latent_dim: int) -> PageLayou
         block_stride = block_size * row_stride
     if width == 1:
         unit = 1
-    if unit != 1 or row_stride < width or block_stride < (block_size - 1) * row_stride + width:
-        if num_blocks and block_size:
-            raise ValueError(
-                f"the records of a cache must not overlap and must be contiguous (last stride 1, row stride at least "
-                f"{width}, blocks one after another); got shape {list(cache.shape)}, strides {list(cache.stride())}"
-            )
-    if paged and row_stride != width and num_blocks and block_size:
+    occupied = num_blocks > 0 and block_size > 0
+    if occupied and (unit != 1 or row_stride < width or block_stride < (block_size - 1) * row_stride + width):
         raise ValueError(
-            f"format {format.name!r} keeps its scales at the end of each page, so a page's {block_size} records must be "
-            f"contiguous: expected row stride {width}, got {row_stride}"
+            f"the records of a cache must not overlap and must be contiguous (last stride 1, row stride at least "
+            f"{width}, blocks one after another); got shape {list(cache.shape)}, strides {list(cache.stride())}"
+        )
+    if occupied and paged and row_stride != width:
+        raise ValueError(
+            f"format {format.name!r} keeps its scales at the end of each page, so a page's {block_size} records must "
+            f"be contiguous: expected row stride {width}, got {row_stride}"
         )
     values = format.value_bytes(latent_dim) // cache.element_size()
     scales = format.scale_bytes(latent_dim)

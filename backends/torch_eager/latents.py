@@ -63,7 +63,9 @@ def load(
     rows_per_chunk = max(1, _CHUNK_ELEMENTS.get(cache.device.type, 1 << 25) // spec.latent_dim)
     value_width = spec.format.value_bytes(spec.latent_dim) // spec.format.cache_dtype.itemsize
     all_values = value_rows(cache, spec.layout, value_width)
-    all_scales = scale_rows(cache, spec.layout, spec.format.scale_bytes(spec.latent_dim)) if spec.format.grouped else None
+    all_scales = (
+        scale_rows(cache, spec.layout, spec.format.scale_bytes(spec.latent_dim)) if spec.format.grouped else None
+    )
     for start in range(0, slots.shape[0], rows_per_chunk):
         here = slice(start, start + rows_per_chunk)
         slot = torch.where(valid[here], slots[here], 0)
@@ -91,7 +93,7 @@ def rotate(rows: torch.Tensor, cos_sin: torch.Tensor, at: torch.Tensor) -> torch
 def encode(
     rows: torch.Tensor, format: Format, nonfinite: str, cache_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """fp32 rows [n, d] to their values [n, value_bytes] (or [n, d] of a plain cache's dtype) and scales [n, scale_bytes]."""
+    """fp32 rows [n, d] to values [n, value_bytes] (or [n, d] of a plain cache's dtype) and scales [n, scale_bytes]."""
     if format.element is Element.BF16:
         return _encode_bf16(rows, nonfinite), None
     if format.scale is Scale.TENSOR:

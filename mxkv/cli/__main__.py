@@ -1,0 +1,5 @@
+"""``python -m mxkv.cli``."""
+
+from mxkv.cli import main
+
+main()

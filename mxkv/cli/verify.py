@@ -1,0 +1,172 @@
+"""``mxkv verify``: every backend of this machine against the oracle, and the oracle against pinned digests."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+import mxkv
+from mxkv import dispatch
+from mxkv.cli import output, vectors
+
+ORACLE = "torch"
+_CPU = torch.device("cpu")
+_MOST_SHOWN = 3
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one backend did with one format on one device.
+
+    Attributes:
+        device: The device.
+        backend: The backend's name.
+        format: The format's name.
+        stores: Stores whose every byte is right, guard bytes included.
+        loads: Loads whose every value is right.
+        failures: One line for each call that went wrong.
+        refusals: Why calls were not run, each reason once.
+    """
+
+    device: str
+    backend: str
+    format: str
+    stores: int = 0
+    loads: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+    refusals: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def word(self) -> str:
+        if self.failures:
+            return "MISMATCH"
+        return "ok" if self.stores or self.loads else "not run"
+
+
+def verify(
+    backend: output.BackendOption = None, device: output.DeviceOption = None, json: output.JsonOption = False
+) -> None:
+    """Compare every backend that runs here with the oracle, byte for byte, and the oracle with pinned digests.
+
+    Exits with 1 if anything differs, or if nothing could be compared.
+    """
+    wanted = output.checked_backend(backend)
+    devices = output.all_devices() if device is None else [output.checked_device(device)]
+    deviations = {name: deviating_digests(format) for name, format in mxkv.FORMATS.items()}
+    outcomes = [
+        outcome
+        for where in devices
+        for candidate in dispatch.backends()
+        if wanted in (None, candidate.name) and (candidate.name, where) != (ORACLE, _CPU)
+        for outcome in compare(candidate.name, where)
+    ]
+    oracle_only = wanted == ORACLE and devices == [_CPU]
+    ran = sum(outcome.stores + outcome.loads + len(outcome.failures) for outcome in outcomes)
+    nothing = wanted is not None and not oracle_only and not ran
+    ok = not any(deviations.values()) and not any(outcome.failures for outcome in outcomes) and not nothing
+    if json:
+        output.print_json(
+            {
+                "ok": ok,
+                "oracle": {name: {"ok": not wrong, "deviations": wrong} for name, wrong in deviations.items()},
+                "backends": [dataclasses.asdict(outcome) for outcome in outcomes],
+            }
+        )
+    else:
+        _print(deviations, outcomes)
+    if nothing:
+        raise output.fail(f"backend {wanted!r} ran nothing on {', '.join(map(str, devices))}", 1)
+    if not ok:
+        raise output.fail("results differ from the specification's: see above", 1)
+
+
+def deviating_digests(format: mxkv.Format) -> list[str]:
+    """Where the oracle's bytes on this machine are not the pinned ones, one line each."""
+    found, pinned = vectors.digests(format), vectors.pinned_digests().get(format.name, {})
+    return [
+        f"{what}: expected {pinned.get(what)}, got {digest}"
+        for what, digest in found.items()
+        if pinned.get(what) != digest
+    ]
+
+
+def compare(backend: str, device: torch.device) -> list[Outcome]:
+    """Run a backend's calls of every format on a device, and compare them with the oracle's on the CPU."""
+    probed = dispatch.get_backend(backend).probe(device)
+    if not probed.ok:
+        return [Outcome(str(device), backend, "all", refusals=[*probed.reasons])]
+    return [_compare_format(backend, device, format) for format in mxkv.FORMATS.values()]
+
+
+def _compare_format(backend: str, device: torch.device, format: mxkv.Format) -> Outcome:
+    outcome = Outcome(str(device), backend, format.name)
+    for case in vectors.cases(format):
+        expected = case.store(ORACLE, _CPU)
+        if _can(outcome, "store", case, case.dtype):
+            outcome.stores += _check(outcome, f"store of {case}", expected, lambda: case.store(backend, device))  # noqa: B023
+        for dtype in vectors.DTYPES.values():
+            if _can(outcome, "load", case, dtype):
+                rows = case.load(expected, dtype, ORACLE, _CPU)
+                what = f"load as {dtype} after {case}"
+                outcome.loads += _check(outcome, what, rows, lambda: case.load(expected, dtype, backend, device))  # noqa: B023
+    return outcome
+
+
+def _can(outcome: Outcome, operation: str, case: vectors.Case, dtype: torch.dtype) -> bool:
+    """Whether the backend says that it runs a call; its reasons are noted if not."""
+    found = mxkv.explain(
+        operation, device=outcome.device, format=case.format, latent_dim=case.latent_dim, dtype=dtype,
+    ).verdicts[outcome.backend]  # fmt: skip
+    for reason in found.reasons:
+        if reason not in outcome.refusals:
+            outcome.refusals.append(reason)
+    return found.ok
+
+
+def _check(outcome: Outcome, what: str, expected: torch.Tensor, run: Any) -> bool:
+    """Whether a call gives what is expected. What went wrong is noted; an exception is an outcome like any other."""
+    try:
+        got = run()
+    except Exception as error:
+        outcome.failures.append(f"{what}: {type(error).__name__}: {error}")
+        return False
+    if torch.equal(got, expected):
+        return True
+    different = (got != expected).flatten().nonzero().flatten()
+    first = int(different[0])
+    mask = (1 << 8 * expected.element_size()) - 1
+    outcome.failures.append(
+        f"{what}: {len(different)} of {expected.numel()} differ, first at {first}: "
+        f"expected {int(expected.flatten()[first]) & mask:#x}, got {int(got.flatten()[first]) & mask:#x}"
+    )
+    return False
+
+
+def _print(deviations: dict[str, list[str]], outcomes: list[Outcome]) -> None:
+    screen = output.console()
+    screen.print(
+        output.table(
+            f"The oracle ({ORACLE} on the CPU) against pinned digests",
+            ["format", "result"],
+            ((name, "MISMATCH" if wrong else "ok") for name, wrong in deviations.items()),
+        )
+    )
+    for name, wrong in deviations.items():
+        for line in wrong:
+            screen.print(f"  {name} {line}", markup=False)
+    if not outcomes:
+        screen.print("No other backend was asked for or is registered.")
+        return
+    columns = ["device", "backend", "format", "stores equal", "loads equal", "differ", "result"]
+    rows = [(o.device, o.backend, o.format, o.stores, o.loads, len(o.failures), o.word) for o in outcomes]
+    screen.print(output.table("Backends against the oracle", columns, rows, right=columns[3:6]))
+    for outcome in outcomes:
+        where = f"  {outcome.backend} on {outcome.device}, {outcome.format}:"
+        for reason in outcome.refusals:
+            screen.print(f"{where} not run: {reason}", markup=False)
+        for line in outcome.failures[:_MOST_SHOWN]:
+            screen.print(f"{where} {line}", markup=False)
+        if len(outcome.failures) > _MOST_SHOWN:
+            screen.print(f"{where} and {len(outcome.failures) - _MOST_SHOWN} more", markup=False)
