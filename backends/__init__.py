@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mxkv.backends.torch_eager.backend import BACKEND as TORCH
+from mxkv.backends.triton_gpu.backend import BACKEND as TRITON
 from mxkv.contracts import Backend
 
-BUILTIN: tuple[Backend, ...] = (TORCH,)
+BUILTIN: tuple[Backend, ...] = (TRITON, TORCH)

@@ -21,9 +21,8 @@ find_python() {
     return 1
 }
 
-# pip, with the versions of constraints.txt.
 pip_install() {
-    "$python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$@"
+    "$python" -m pip install --quiet --quiet --disable-pip-version-check "$@"
 }
 
 # prepare EXTRAS: .venv holds the project (editable) and its extras. Quick when nothing that decides it has changed.
@@ -41,6 +40,6 @@ prepare() {
     echo "installing mxkv[$extras] into $venv (once; it takes minutes)"
     # First and alone, pinned: an index may offer a newer torch, and wheels on this disk serve the pinned one.
     pip_install torch==2.13.0
-    pip_install --editable ".[$extras]"
+    pip_install --constraint constraints.txt --editable ".[$extras]"
     echo "$wanted" >"$stamp"
 }

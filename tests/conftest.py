@@ -14,10 +14,16 @@ from mxkv import dispatch
 from mxkv import settings as mxkv_settings
 from tests.support import Ops
 
-settings.register_profile("mxkv", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("mxkv")
-
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+settings.register_profile(
+    "mxkv",
+    deadline=None,
+    derandomize=True,
+    max_examples=6 if INTERPRET else 60,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("mxkv")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +38,7 @@ def _ops(backend: str, device: torch.device) -> Ops:
 def ops(request: pytest.FixtureRequest) -> Ops:
     """The public operations on each backend: this makes the suite the conformance suite of every backend.
 
-    Triton is tried on a GPU, or on the CPU where ``TRITON_INTERPRET=1`` asks for its interpreter. Asked so, it must run.
+    Triton is tried on a GPU, or on the CPU where ``TRITON_INTERPRET=1`` asks for its interpreter; then it must run.
     """
     if request.param == "torch":
         return _ops("torch", torch.device(os.environ.get("MXKV_TEST_DEVICE") or "cpu"))

@@ -70,7 +70,7 @@ def negative(x: float) -> bool:
 
 @functools.cache
 def nearest_code(element: Element, magnitude: float) -> int:
-    """The code of the nearest value of the table, the even code of two that are equally near; the last one saturates."""
+    """The code of the nearest value of the table, the even one of two equally near; the last one saturates."""
     table = TABLES[element]
     exact = Fraction(magnitude) if math.isfinite(magnitude) else table[-1]
     above = bisect.bisect_left(table, exact)

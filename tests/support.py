@@ -56,6 +56,12 @@ class Ops:
     def few(self, many: int, few: int) -> int:
         return few if self.slow else many
 
+    def some(self, items: Sequence[Any], few: int) -> list[Any]:
+        """All items; of those ``few`` evenly chosen ones, the first and the last among them, where kernels are slow."""
+        if not self.slow or len(items) <= few:
+            return list(items)
+        return [items[i * (len(items) - 1) // (few - 1)] for i in range(few)]
+
     def to(self, data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.as_tensor(data, dtype=dtype).to(self.device)
 
@@ -87,8 +93,10 @@ def rows_of(n: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0) -
     return rows.to(dtype)
 
 
-def messy_rows(n: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0, *, finite: bool = False) -> torch.Tensor:
-    """Rows whose runs of 16 values differ wildly: every magnitude, zeros of both signs, ties, and what is not finite."""
+def messy_rows(
+    n: int, d: int, dtype: torch.dtype = torch.float32, seed: int = 0, *, finite: bool = False
+) -> torch.Tensor:
+    """Rows whose runs of 16 values differ wildly: any magnitude, zeros of both signs, ties, and what is not finite."""
     g = generator(seed)
     runs = torch.randn(n, d // 16 + 1, 16, generator=g)
     low, high = (-24, 15) if dtype == torch.float16 else (-140, 126)
@@ -135,7 +143,10 @@ def guarded_pool(
     stride = page + gap
     size = format.cache_dtype.itemsize
     whole = torch.full((2 * offset + num_blocks * stride,), GUARD, dtype=torch.uint8, device=ops.device)
-    shape, strides = (num_blocks, block_size, page // block_size // size), (stride // size, page // block_size // size, 1)
+    shape, strides = (
+        (num_blocks, block_size, page // block_size // size),
+        (stride // size, page // block_size // size, 1),
+    )
     return whole, whole.view(format.cache_dtype).as_strided(shape, strides, offset // size)
 
 

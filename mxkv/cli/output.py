@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import mxkv
 from mxkv import devices, dispatch
+from mxkv.formats import get_format
 
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Only this backend (default: see each command).")]
 DeviceOption = Annotated[
@@ -42,6 +44,14 @@ def checked_device(name: str) -> torch.device:
         return devices.describe(dispatch.resolve_device(name)).device
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error).splitlines()[0], param_hint="--device") from None
+
+
+def checked_formats(name: str | None) -> list[mxkv.Format]:
+    """A ``--format`` option's format, or all of them; typer reports an unknown one."""
+    try:
+        return list(mxkv.FORMATS.values()) if name is None else [get_format(name)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--format") from None
 
 
 def print_json(data: Any) -> None:

@@ -1,0 +1,52 @@
+"""The Triton backend: CUDA from compute capability 8.0, ROCm, and the CPU under Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from mxkv import devices, settings
+from mxkv.contracts import ROPE_DIM, YES, Backend, Spec, StoreSpec, Verdict
+
+_OLDEST_CAPABILITY = 80
+
+
+def probe(device: torch.device) -> Verdict:
+    if importlib.util.find_spec("triton") is None:
+        return Verdict(("Triton is not installed",), "pip install 'triton>=3.6'")
+    if settings.triton_interpret():
+        return YES if device.type == "cpu" else Verdict((f"TRITON_INTERPRET=1 interprets on the CPU, not {device}",))
+    if device.type != "cuda":
+        return Verdict((f"Triton compiles for GPUs, not {device}",), "TRITON_INTERPRET=1 interprets its kernels there")
+    if not torch.cuda.is_available():
+        return Verdict(("torch finds no GPU here",))
+    target = devices.describe(device).target
+    if target.vendor == "nvidia" and target.capability < _OLDEST_CAPABILITY:
+        return Verdict((f"Triton needs compute capability 8.0, {devices.describe(device).name} has less",))
+    foreign = devices.foreign_target(device)
+    return Verdict((foreign,)) if foreign else YES
+
+
+def supports(spec: Spec) -> Verdict:
+    if isinstance(spec, StoreSpec) and spec.rotate and (spec.latent_dim - ROPE_DIM) % 2:
+        return Verdict((f"it rotates pairs of even and odd elements, and latent_dim {spec.latent_dim} is odd",))
+    return YES
+
+
+def load() -> Any:
+    from mxkv.backends.triton_gpu import latents
+
+    return latents
+
+
+BACKEND = Backend(
+    name="triton",
+    priority=100,
+    description="Triton kernels for CUDA and ROCm GPUs",
+    probe=probe,
+    supports=supports,
+    load=load,
+    operations=frozenset({"store", "load"}),
+)

@@ -1,0 +1,461 @@
+"""Number codes inside kernels. Values come and go as pairs: the even and the odd element of a row.
+
+Each function that holds inline assembly has a portable twin beside it; ``paths`` (a :class:`Paths`) says which is taken.
+The portable twins use integer and fp32 arithmetic only, so they are exact in the interpreter and on every target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import triton
+import triton.language as tl
+
+from mxkv import settings
+from mxkv.devices import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Paths:
+    """Which instructions a target has.
+
+    Attributes:
+        pairs: Arithmetic on two bf16 in one register: "full" (sm_90), "fma" (sm_80), "none".
+        e4m3: Conversion to and from OCP E4M3: "cvt" (sm_89) or "software".
+    """
+
+    pairs: str
+    e4m3: str
+
+
+@functools.cache
+def paths_of(target: Target) -> Paths:
+    """The instructions that a target's kernels use; none in the interpreter."""
+    if settings.triton_interpret() or target.vendor != "nvidia":
+        return Paths(pairs="none", e4m3="software")
+    return Paths(pairs=target.bf16_pairs, e4m3="cvt" if target.fp8 == "e4nv" else "software")
+
+
+# Small floats: (smallest exponent, mantissa bits, largest value).
+E2M1_MIN_EXP = tl.constexpr(0)
+E2M1_MANTISSA = tl.constexpr(1)
+E2M1_MAX = tl.constexpr(6.0)
+E4M3_MIN_EXP = tl.constexpr(-6)
+E4M3_MANTISSA = tl.constexpr(3)
+E4M3_MAX = tl.constexpr(448.0)
+BF16_NAN = tl.constexpr(0x7FC0)
+BF16_MAX_BITS = tl.constexpr(0x7F7F)
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_small(x, MIN_EXP: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr):
+    """The magnitude code of finite fp32: nearest, ties to even, saturating.
+
+    Adding 2**(e + 23 - MANTISSA) to a number of exponent e makes the adder round it to the code's step in that binade.
+    """
+    y = tl.minimum(tl.abs(x), MAX)
+    exponent = bits_of(tl.maximum(y, 2.0**MIN_EXP)) & 0x7F800000
+    magic = exponent + ((23 - MANTISSA) << 23)
+    steps = bits_of(y + float_of(magic)) - magic
+    return steps + (exponent >> (23 - MANTISSA)) - ((127 + MIN_EXP) << MANTISSA)
+
+
+@triton.jit
+def sign_of(x, BIT: tl.constexpr):
+    """The sign of fp32, moved to a bit."""
+    return (bits_of(x) >> (31 - BIT)) & (1 << BIT)
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Finite fp32 to E2M1 codes."""
+    return encode_small(x, E2M1_MIN_EXP, E2M1_MANTISSA, E2M1_MAX) | sign_of(x, 3)
+
+
+@triton.jit
+def encode_e4m3(x):
+    """Finite fp32 to E4M3 bytes, in software."""
+    return encode_small(x, E4M3_MIN_EXP, E4M3_MANTISSA, E4M3_MAX) | sign_of(x, 7)
+
+
+@triton.jit
+def encode_e4m3_pair(x, y, PATHS: tl.constexpr):
+    """Two finite fp32 to two E4M3 bytes in the low half of an int32, x in the lower byte."""
+    if PATHS.e4m3 == "cvt":
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, $2, $1; cvt.u32.u16 $0, h; }",
+            "=r,f,f", [x, y], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return encode_e4m3(x) | (encode_e4m3(y) << 8)
+
+
+@triton.jit
+def encode_bf16(x):
+    """fp32 to bf16 bits: nearest even, NaN is 0x7fc0."""
+    bits = bits_of(x)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where(x != x, BF16_NAN, rounded)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """E2M1 codes to fp32: the code's bits, put where fp32 has them, are the value times 2**-126."""
+    return float_of(((code & 7) << 22) | ((code & 8) << 28)) * (2.0**126)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """E4M3 bytes to fp32: the code's bits, put where fp32 has them, are the value times 2**-120."""
+    value = float_of(((code & 0x7F) << 20) | ((code & 0x80) << 24)) * (2.0**120)
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """E8M0 bytes (int32) to fp32."""
+    bits = tl.where(byte == 0, 1 << 22, byte << 23)
+    return tl.where(byte == 255, float("nan"), float_of(bits))
+
+
+@triton.jit
+def e8m0_scale(amax_bits, TASK: tl.constexpr):
+    """The E8M0 byte (int32) of a group, from the bits of its largest magnitude (fp32): no logarithm, no division."""
+    byte = (amax_bits >> 23) - TASK.top_exponent + ((amax_bits & 0x7FFFFF) > TASK.top_mantissa).to(tl.int32)
+    return tl.where(amax_bits == 0, 127, tl.maximum(byte, 0))
+
+
+@triton.jit
+def _max_u16x2(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _max_i32(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def largest_half(words, PATHS: tl.constexpr):
+    """The largest 15-bit magnitude in the halves of words [.., .., n], over the last axis."""
+    if PATHS.pairs == "full":
+        both = tl.reduce(words & 0x7FFF7FFF, 2, _max_u16x2)
+        return tl.maximum(both & 0xFFFF, (both >> 16) & 0xFFFF)
+    else:
+        return tl.reduce(tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 2, _max_i32)
+
+
+@triton.jit
+def _twice(half):
+    return half | (half << 16)
+
+
+@triton.jit
+def encode_e2m1_words(words, reciprocal, correction, PATHS: tl.constexpr, DIVIDE: tl.constexpr):
+    """Two bf16 in a word, divided by a group's scale, to two E2M1 codes in a byte. Finite input.
+
+    ``reciprocal`` and ``correction`` hold a bf16 twice: 1 / scale is their sum (the correction is unused without DIVIDE:
+    a power of two divides exactly). Rounding is by addition, as in :func:`encode_small`, on both halves at once.
+
+    With DIVIDE the quotient has an error below 2**-16 of itself before it is rounded to bf16. That is harmless: unless the
+    quotient is a tie of E2M1, it differs from every tie by more than 2**-8 of it (a bf16 has 8 significant bits, a scale
+    4, a tie 3), so bf16 rounding makes a near-tie a tie and nothing else one. Tested over all scales and all bf16.
+    """
+    if PATHS.pairs == "full":
+        if DIVIDE:
+            scaled = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 y, six;
+                mov.b32 six, 0x40c040c0;
+                and.b32 y, $1, 0x7fff7fff;
+                mul.rn.bf16x2 $0, y, $3;
+                fma.rn.bf16x2 $0, y, $2, $0;
+                min.bf16x2 $0, $0, six;
+                }""",
+                "=&r,r,r,r", [words, reciprocal, correction], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            scaled = tl.inline_asm_elementwise(
+                "{ .reg .b32 y; and.b32 y, $1, 0x7fff7fff; mul.rn.bf16x2 $0, y, $2; }",
+                "=r,r,r", [words, reciprocal], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 y, m, s, one;
+            mov.b32 one, 0x3f803f80;
+            max.bf16x2 m, $1, one;
+            and.b32 m, m, 0x7f807f80;
+            add.u32 m, m, 0x03000300;
+            add.rn.bf16x2 y, $1, m;
+            shr.u32 m, y, 6;
+            and.b32 m, m, 0x01fe01fe;
+            and.b32 y, y, 0x007f007f;
+            add.u32 y, y, m;
+            sub.u32 y, y, 0x010a010a;
+            shr.u32 s, $2, 12;
+            and.b32 s, s, 0x00080008;
+            or.b32 y, y, s;
+            shr.u32 s, y, 12;
+            or.b32 $0, y, s;
+            }""",
+            "=r,r,r", [scaled, words], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        # sm_80 and sm_89 have no add or multiply of two bf16: fma with 1 or with -0 is the same operation.
+        if DIVIDE:
+            scaled = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 y, t, six, none;
+                mov.b32 six, 0x40c040c0;
+                mov.b32 none, 0x80008000;
+                and.b32 y, $1, 0x7fff7fff;
+                fma.rn.bf16x2 t, y, $3, none;
+                fma.rn.bf16x2 t, y, $2, t;
+                min.bf16x2 $0, t, six;
+                }""",
+                "=r,r,r,r", [words, reciprocal, correction], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            scaled = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 y, none;
+                mov.b32 none, 0x80008000;
+                and.b32 y, $1, 0x7fff7fff;
+                fma.rn.bf16x2 $0, y, $2, none;
+                }""",
+                "=r,r,r", [words, reciprocal], dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 y, m, s, one;
+            mov.b32 one, 0x3f803f80;
+            max.bf16x2 m, $1, one;
+            and.b32 m, m, 0x7f807f80;
+            add.u32 m, m, 0x03000300;
+            fma.rn.bf16x2 y, $1, one, m;
+            shr.u32 m, y, 6;
+            and.b32 m, m, 0x01fe01fe;
+            and.b32 y, y, 0x007f007f;
+            add.u32 y, y, m;
+            sub.u32 y, y, 0x010a010a;
+            shr.u32 s, $2, 12;
+            and.b32 s, s, 0x00080008;
+            or.b32 y, y, s;
+            shr.u32 s, y, 12;
+            or.b32 $0, y, s;
+            }""",
+            "=r,r,r", [scaled, words], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def split_reciprocal(scale):
+    """1 / scale (fp32) as a sum of two bf16, each held twice in a word."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 whole, high, low;
+        rcp.approx.f32 whole, $2;
+        cvt.rn.bf16x2.f32 $0, whole, whole;
+        and.b32 high, $0, 0xffff0000;
+        sub.rn.f32 low, whole, high;
+        cvt.rn.bf16x2.f32 $1, low, low;
+        }""",
+        "=&r,=r,f", [scale], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def divide_by_scale(x, scale, PATHS: tl.constexpr):
+    """fp32 / fp32, correctly rounded unless it underflows; for E2M1 of x / scale, and for scales, which have a floor.
+
+    A quotient by the correctly rounded reciprocal, corrected once by its exact remainder, is the correctly rounded one
+    (Markstein); it takes no branch.
+    """
+    if PATHS.pairs != "none":
+        reciprocal = tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+        scale, reciprocal = tl.broadcast_to(scale, x.shape), tl.broadcast_to(reciprocal, x.shape)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 quotient, rest, minus;
+            mul.rn.f32 quotient, $1, $3;
+            neg.f32 minus, $2;
+            fma.rn.f32 rest, quotient, minus, $1;
+            fma.rn.f32 $0, rest, $3, quotient;
+            }""",
+            "=f,f,f,f", [x, scale, reciprocal], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
+
+
+@triton.jit
+def e4m3_scale_of_bf16(amax, TASK: tl.constexpr, PATHS: tl.constexpr):
+    """The E4M3 byte of bf16 amax / element_max: as if divided, then rounded, for a multiply and two roundings.
+
+    The product's error is below 2**-22 of it. Unless the quotient is a tie of E4M3 it differs from every tie by more than
+    2**-8 of it, so the rounding to bf16 makes a near-tie a tie and nothing else one. Tested over all bf16.
+    """
+    scaled = tl.maximum(amax * (1.0 / TASK.element_max), 2.0**-9)
+    rounded = float_of(bf16_pair(scaled, scaled, PATHS) & -65536)
+    return encode_e4m3_pair(rounded, rounded, PATHS) & 0xFF
+
+
+@triton.jit
+def decode_e4m3_scale(byte, PATHS: tl.constexpr):
+    """The E4M3 byte of a scale to fp32."""
+    if PATHS.e4m3 == "cvt":
+        x, y = decode_e4m3_pair(byte, PATHS)
+        return x
+    else:
+        return decode_e4m3(byte)
+
+
+@triton.jit
+def canonical_bf16(words):
+    """Two bf16 in a word with every NaN made 0x7fc0: adding 0x7f to a half carries into its sign bit for NaN alone."""
+    nan = (((words & 0x7FFF7FFF) + 0x007F007F) >> 15) & 0x00010001
+    mask = (nan << 16) - nan  # 0xffff in each half that is NaN
+    return (words & ~mask) | (mask & 0x7FC07FC0)
+
+
+@triton.jit
+def power_reciprocal(byte):
+    """2**(127 - byte) as a bf16, held twice in a word; byte is 0 to 253."""
+    return _twice((254 - byte) << 7)
+
+
+@triton.jit
+def bf16_pair(x, y, PATHS: tl.constexpr):
+    """Two fp32 to two bf16 in a word, x in the low half; some NaN for NaN."""
+    if PATHS.pairs != "none":
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x, y], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return encode_bf16(x) | (encode_bf16(y) << 16)
+
+
+@triton.jit
+def fp16_pair(x, y):
+    """Two fp32 to two fp16 in a word, x in the low half."""
+    low = x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+    return low | (y.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def decode_e4m3_pair(values, PATHS: tl.constexpr):
+    """Two E4M3 bytes in the low half of an int32 to two fp32."""
+    if PATHS.e4m3 == "cvt":
+        both = tl.inline_asm_elementwise(
+            "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 $0, h; }",
+            "=r,r", [values], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        x = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        return x, ((both >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return decode_e4m3_byte(values & 0xFF, PATHS), decode_e4m3_byte((values >> 8) & 0xFF, PATHS)
+
+
+@triton.jit
+def decode_e4m3_byte(byte, PATHS: tl.constexpr):
+    """E4M3 bytes to fp32. "e4b15" reads them as the same code with a bias of 15, which is the value times 2**-8."""
+    if PATHS.e4m3 == "e4b15":
+        value = byte.to(tl.uint8).to(tl.float8e4b15, bitcast=True).to(tl.float16).to(tl.float32) * 256.0
+        return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
+    else:
+        return decode_e4m3(byte)
+
+
+@triton.jit
+def saturate(x, TASK: tl.constexpr, KEEP_INFINITE: tl.constexpr):
+    """fp32 with finite values inside the range of the dtype that comes out; NaN stays."""
+    inside = tl.minimum(tl.maximum(x, -TASK.dtype_max), TASK.dtype_max)
+    kept = x != x
+    if KEEP_INFINITE:
+        kept = kept | (tl.abs(x) == float("inf"))
+    return tl.where(kept, x, inside)
+
+
+@triton.jit
+def decode_e2m1_words(values, scale, PATHS: tl.constexpr, SATURATE: tl.constexpr):
+    """Two E2M1 codes in a byte, times a scale (a bf16 held twice in a word), to two bf16 in a word.
+
+    A code's bits, put where bf16 has them, are the value times 2**-126; two multiplications give the value times the scale.
+    """
+    if PATHS.pairs == "full":
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u, big;
+            mov.b32 big, 0x7e807e80;
+            shl.b32 t, $1, 12;
+            or.b32 t, t, $1;
+            shl.b32 u, t, 6;
+            and.b32 u, u, 0x01c001c0;
+            shl.b32 t, t, 12;
+            and.b32 t, t, 0x80008000;
+            or.b32 t, t, u;
+            mul.rn.bf16x2 t, t, big;
+            mul.rn.bf16x2 $0, t, $2;
+            }""",
+            "=r,r,r", [values, scale], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, u, big, none;
+            mov.b32 big, 0x7e807e80;
+            mov.b32 none, 0x80008000;
+            shl.b32 t, $1, 12;
+            or.b32 t, t, $1;
+            shl.b32 u, t, 6;
+            and.b32 u, u, 0x01c001c0;
+            shl.b32 t, t, 12;
+            and.b32 t, t, 0x80008000;
+            or.b32 t, t, u;
+            fma.rn.bf16x2 t, t, big, none;
+            fma.rn.bf16x2 $0, t, $2, none;
+            }""",
+            "=r,r,r", [values, scale], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    if SATURATE:
+        words = saturate_words(words)
+    return words
+
+
+@triton.jit
+def saturate_words(words):
+    """Two bf16 in a word, with infinities made the largest finite value; NaN stays."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, top, bottom;
+        mov.b32 top, 0x7f7f7f7f;
+        mov.b32 bottom, 0xff7fff7f;
+        min.NaN.bf16x2 t, $1, top;
+        max.NaN.bf16x2 $0, t, bottom;
+        }""",
+        "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def scale_word(byte, REGION: tl.constexpr):
+    """A scale byte (int32) as a bf16, held twice in a word. Exact: an E4M3 scale has 4 significant bits."""
+    if REGION.scale == "e8m0":
+        half = tl.where(byte == 0, 0x40, byte << 7)
+        half = tl.where(byte == 255, BF16_NAN, half)
+    else:
+        half = (bits_of(decode_e4m3(byte)) >> 16) & 0xFFFF
+    return _twice(half)

@@ -1,0 +1,320 @@
+"""Quantize rows and scatter them into pages: one kernel for every format.
+
+    grid      one program for TOKENS consecutive rows
+    reads     latent rows    [TOKENS, groups, pairs]     2 or 4 bytes a value, once
+              slots          [TOKENS]
+    writes    values         [TOKENS, groups, pairs]     1, 2 or 4 bytes a pair
+              scales         [TOKENS, groups]            1 byte a group
+
+A tile has one line for each group, so that the largest magnitude of a group is found inside a few lanes and nothing
+changes its layout between the load and the store. A row is taken in up to three regions, each with its own element
+code: the quantized groups that no rotation touches, those that RoPE rotates, and a bf16 tail. RoPE's pairs are the very
+pairs that a tile holds: it needs no shuffle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import triton
+import triton.language as tl
+
+from mxkv.backends.triton_gpu import codec
+from mxkv.backends.triton_gpu.codec import Paths
+from mxkv.backends.triton_gpu.regions import Region
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # one object for each task: Triton hashes it at every launch
+class StoreTask:
+    """What a store kernel is compiled for.
+
+    Attributes:
+        regions: The row's regions (up to three).
+        dim: Values of a row.
+        dtype: Of the rows: "bf16", "fp16" or "fp32".
+        block_size, value_stride, scale_offset, scale_stride: The page layout, in bytes.
+        wide_loads: Whether rows are aligned to a pair.
+        wide_stores: Whether records are aligned to a pair's bytes.
+        limit: The largest magnitude that counts as finite, as fp32 bits.
+        top_exponent, top_mantissa: Of the element's largest value, as fp32 has them (exponent without bias).
+        element_max: The element's largest value.
+        amax_floor: A group's largest magnitude is at least this.
+        pad_scales: Zero bytes behind a record's scales.
+        sanitize: Whether NaN and infinities are replaced.
+        compress_ratio: Tokens whose (position + 1) is a multiple of it are stored.
+        paths: The target's instructions.
+    """
+
+    regions: tuple[Region, ...]
+    dim: int
+    dtype: str
+    block_size: int
+    value_stride: int
+    scale_offset: int
+    scale_stride: int
+    wide_loads: bool
+    wide_stores: bool
+    limit: int
+    top_exponent: int
+    top_mantissa: int
+    element_max: float
+    amax_floor: float
+    pad_scales: int
+    sanitize: bool
+    compress_ratio: int
+    paths: Paths
+
+    @property
+    def propagate(self) -> bool:
+        return not self.sanitize
+
+    @property
+    def num_scales(self) -> int:
+        return sum(r.groups for r in self.regions if r.scale in ("e8m0", "e4m3"))
+
+
+@triton.jit
+def _load_words(rows, pair, mask, TASK: tl.constexpr):
+    """Pairs of 16-bit elements, the even one in the low half."""
+    if TASK.wide_loads:
+        return tl.load(rows.to(tl.pointer_type(tl.int32)) + pair, mask=mask, other=0)
+    else:
+        halves = rows.to(tl.pointer_type(tl.int16))
+        low = tl.load(halves + 2 * pair, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        high = tl.load(halves + 2 * pair + 1, mask=mask & (2 * pair + 1 < TASK.dim), other=0).to(tl.int32)
+        return low | (high << 16)
+
+
+@triton.jit
+def _load_pairs(rows, pair, mask, TASK: tl.constexpr):
+    """Pairs of elements as fp32, exactly."""
+    if TASK.dtype == "bf16":
+        words = _load_words(rows, pair, mask, TASK)
+        return codec.float_of(words << 16), codec.float_of(words & -65536)
+    elif TASK.dtype == "fp16":
+        words = _load_words(rows, pair, mask, TASK)
+        low = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        return low, high
+    elif TASK.wide_loads:
+        both = tl.load(rows.to(tl.pointer_type(tl.int64)) + pair, mask=mask, other=0)
+        return codec.float_of(both.to(tl.int32)), codec.float_of((both >> 32).to(tl.int32))
+    else:
+        low = tl.load(rows + 2 * pair, mask=mask, other=0)
+        return low, tl.load(rows + 2 * pair + 1, mask=mask & (2 * pair + 1 < TASK.dim), other=0)
+
+
+@triton.jit
+def _rotate(x, y, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
+    """RoPE on the pairs from REGION.rotated on; products and sums are rounded one by one."""
+    angle = pair - REGION.rotated // 2
+    turned = mask & (angle >= 0)
+    cos = tl.load(table + at + angle, mask=turned, other=1.0).to(tl.float32)
+    sin = tl.load(table + at + angle + 32, mask=turned, other=0.0).to(tl.float32)
+    if REGION.rotated <= REGION.first:
+        return x * cos - y * sin, y * cos + x * sin
+    else:
+        return tl.where(turned, x * cos - y * sin, x), tl.where(turned, y * cos + x * sin, y)
+
+
+@triton.jit
+def _sanitize(x, largest):
+    """NaN to 0, magnitudes above the largest to it."""
+    return tl.where(x != x, 0.0, tl.minimum(tl.maximum(x, -largest), largest))
+
+
+@triton.jit
+def _group_scale(amax_bits, OF_BF16: tl.constexpr, REGION: tl.constexpr, TASK: tl.constexpr):
+    """From the bits of a group's largest magnitude (fp32, or a bf16 as fp32): its scale byte; is the group lost?"""
+    PATHS: tl.constexpr = TASK.paths
+    if TASK.sanitize:
+        lost = amax_bits < 0
+    else:
+        lost = amax_bits > TASK.limit  # as integers, NaN and infinity are the largest
+    amax_bits = tl.where(lost, 0, amax_bits)
+    if TASK.amax_floor > 0:
+        floor = tl.full(amax_bits.shape, TASK.amax_floor, tl.float32)
+        amax_bits = tl.maximum(amax_bits, codec.bits_of(floor))
+    if REGION.scale == "e8m0":
+        byte = codec.e8m0_scale(amax_bits, TASK)
+    elif OF_BF16 and PATHS.pairs != "none" and TASK.amax_floor == 0:
+        byte = codec.e4m3_scale_of_bf16(codec.float_of(amax_bits), TASK, PATHS)
+    else:
+        largest = tl.full(amax_bits.shape, TASK.element_max, tl.float32)
+        scale = tl.maximum(codec.divide_by_scale(codec.float_of(amax_bits), largest, PATHS), 2.0**-9)
+        byte = codec.encode_e4m3_pair(scale, scale, PATHS) & 0xFF
+    return byte, lost
+
+
+@triton.jit
+def _lost_byte(byte, lost, REGION: tl.constexpr):
+    return tl.where(lost, 255 if REGION.scale == "e8m0" else 0x7F, byte)
+
+
+@triton.jit
+def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
+    """The values of a region's groups, a pair in an int32, and their scale bytes."""
+    PATHS: tl.constexpr = TASK.paths
+    if (
+        TASK.dtype == "bf16"
+        and (REGION.rotated >= REGION.end)
+        and TASK.propagate
+        and ((REGION.element == "e2m1" and PATHS.pairs != "none") or REGION.element == "e4m3")
+    ):
+        words = _load_words(rows, pair, mask, TASK)
+        amax = codec.largest_half(words, PATHS)
+        byte, lost = _group_scale(amax << 16, True, REGION, TASK)
+        words = tl.where(lost[:, :, None], 0, words)
+        if REGION.element == "e2m1":
+            if REGION.scale == "e8m0":
+                reciprocal = codec.power_reciprocal(byte)
+                correction = reciprocal
+            else:
+                reciprocal, correction = codec.split_reciprocal(codec.decode_e4m3_scale(byte, PATHS))
+            reciprocal = tl.broadcast_to(reciprocal[:, :, None], words.shape)
+            correction = tl.broadcast_to(correction[:, :, None], words.shape)
+            values = codec.encode_e2m1_words(words, reciprocal, correction, PATHS, REGION.scale != "e8m0")
+            return values, _lost_byte(byte, lost, REGION)
+        x = codec.float_of(words << 16)
+        y = codec.float_of(words & -65536)
+    else:
+        x, y = _load_pairs(rows, pair, mask, TASK)
+        if REGION.rotated < REGION.end:
+            x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
+        if TASK.sanitize:
+            largest = codec.float_of(tl.full([1, 1, 1], TASK.limit, tl.int32))
+            x, y = _sanitize(x, largest), _sanitize(y, largest)
+        magnitudes = tl.maximum(codec.bits_of(x) & 0x7FFFFFFF, codec.bits_of(y) & 0x7FFFFFFF)
+        byte, lost = _group_scale(tl.reduce(magnitudes, 2, codec._max_i32), False, REGION, TASK)
+        x = tl.where(lost[:, :, None], 0.0, x)
+        y = tl.where(lost[:, :, None], 0.0, y)
+    if REGION.scale == "e8m0":
+        reciprocal = codec.float_of((254 - byte) << 23)
+        x, y = x * reciprocal[:, :, None], y * reciprocal[:, :, None]
+    else:
+        scale = codec.decode_e4m3_scale(byte, PATHS)[:, :, None]
+        if REGION.element == "e2m1":
+            x, y = codec.divide_by_scale(x, scale, PATHS), codec.divide_by_scale(y, scale, PATHS)
+        else:
+            scale = tl.broadcast_to(scale, x.shape)
+            x, y = tl.math.div_rn(x, scale), tl.math.div_rn(y, scale)
+    if REGION.element == "e2m1":
+        values = codec.encode_e2m1(x) | (codec.encode_e2m1(y) << 4)
+    else:
+        values = codec.encode_e4m3_pair(x, y, PATHS)
+    return values, _lost_byte(byte, lost, REGION)
+
+
+@triton.jit
+def _encode_plain(rows, pair, mask, table, at, reciprocal, REGION: tl.constexpr, TASK: tl.constexpr):
+    """Values without group scales: bf16, or E4M3 of bf16(x) / (the cache's scale)."""
+    PATHS: tl.constexpr = TASK.paths
+    if TASK.dtype == "bf16" and REGION.rotated >= REGION.end and (TASK.propagate or REGION.element == "e4m3"):
+        words = _load_words(rows, pair, mask, TASK)
+    else:
+        x, y = _load_pairs(rows, pair, mask, TASK)
+        if REGION.rotated < REGION.end:
+            x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
+        if TASK.sanitize and REGION.element == "bf16":
+            largest = codec.float_of(tl.full([1, 1, 1], codec.BF16_MAX_BITS << 16, tl.int32))
+            x, y = _sanitize(x, largest), _sanitize(y, largest)
+        words = codec.bf16_pair(x, y, PATHS)
+    if REGION.element == "bf16":
+        return codec.canonical_bf16(words)
+    x, y = codec.float_of(words << 16), codec.float_of(words & -65536)
+    finite_x, finite_y = tl.abs(x) < float("inf"), tl.abs(y) < float("inf")
+    codes = codec.encode_e4m3_pair(
+        tl.where(finite_x, x * reciprocal, 0.0), tl.where(finite_y, y * reciprocal, 0.0), PATHS
+    )
+    low = tl.where(finite_x, codes & 0xFF, _not_finite(x, TASK))
+    return low | (tl.where(finite_y, (codes >> 8) & 0xFF, _not_finite(y, TASK)) << 8)
+
+
+@triton.jit
+def _not_finite(x, TASK: tl.constexpr):
+    """The E4M3 byte of NaN or an infinity."""
+    if TASK.sanitize:
+        return tl.where(x != x, 0, 0x7E | codec.sign_of(x, 7))
+    else:
+        return tl.full(x.shape, 0x7F, tl.int32)
+
+
+@triton.jit
+def _store_values(record, pair, values, mask, REGION: tl.constexpr, TASK: tl.constexpr):
+    offset = REGION.pair_bytes * pair
+    if REGION.pair_bytes == 1:
+        tl.store(record + offset, values.to(tl.uint8), mask=mask)
+    elif REGION.pair_bytes == 2:
+        if TASK.wide_stores:
+            tl.store((record.to(tl.pointer_type(tl.uint16)) + pair), values.to(tl.uint16), mask=mask)
+        else:
+            tl.store(record + offset, values.to(tl.uint8), mask=mask)
+            second = mask & (2 * pair + 1 < REGION.size)
+            tl.store(record + offset + 1, (values >> 8).to(tl.uint8), mask=second)
+    else:
+        if TASK.wide_stores:
+            tl.store((record.to(tl.pointer_type(tl.int32)) + pair), values, mask=mask)
+        else:
+            halves = record.to(tl.pointer_type(tl.uint16))
+            tl.store(halves + 2 * pair, values.to(tl.uint16), mask=mask)
+            second = mask & (2 * pair + 1 < REGION.size)
+            tl.store(halves + 2 * pair + 1, (values >> 16).to(tl.uint16), mask=second)
+
+
+@triton.jit
+def _store_region(
+    latent, cos_sin, token, stored, at, latent_stride, values_at, scales_at, reciprocal,
+    INDEX: tl.constexpr, TASK: tl.constexpr,
+):  # fmt: skip
+    REGION: tl.constexpr = TASK.regions[INDEX]
+    group = tl.arange(0, REGION.groups_padded)
+    inner = tl.arange(0, REGION.pairs_padded)
+    here = stored[:, None] & (group < REGION.groups)[None, :]  # [TOKENS, groups]
+    mask = here[:, :, None] & (inner < REGION.pairs)[None, None, :]  # [TOKENS, groups, pairs]
+    pair = group[None, :, None] * REGION.pairs + inner[None, None, :]
+    rows = (latent + token * latent_stride)[:, None, None]
+    record = (values_at + REGION.value_offset)[:, None, None]
+    if REGION.scale == "e8m0" or REGION.scale == "e4m3":
+        values, byte = _encode_group(rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], REGION, TASK)
+        scale = REGION.first_scale + group[None, :]
+        tl.store(scales_at[:, None] + scale, byte.to(tl.uint8), mask=here)
+    else:
+        mask = mask & (pair < REGION.all_pairs)
+        values = _encode_plain(
+            rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], reciprocal, REGION, TASK
+        )
+    _store_values(record, pair, values, mask, REGION, TASK)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots", "max_position"])
+def store_kernel(
+    cache, latent, slots, positions, cos_sin, cache_scale,
+    tokens, num_slots, max_position, block_stride, latent_stride, slot_stride, position_stride, table_stride,
+    TASK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(slots + token * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
+    stored = (slot >= 0) & (slot < num_slots)
+    at = token * 0
+    if positions is not None:
+        position = tl.load(positions + token * position_stride, mask=stored, other=-1).to(tl.int64)
+        stored = stored & (position >= 0)
+        if TASK.compress_ratio > 1:
+            stored = stored & ((position + 1) % TASK.compress_ratio == 0)
+        if cos_sin is not None:
+            stored = stored & (position < max_position)
+            at = (position // TASK.compress_ratio * TASK.compress_ratio) * table_stride
+    slot = tl.where(stored, slot, 0)
+    page = cache.to(tl.pointer_type(tl.uint8)) + slot // TASK.block_size * block_stride
+    place = slot % TASK.block_size
+    values_at = page + place * TASK.value_stride  # [TOKENS]
+    scales_at = page + TASK.scale_offset + place * TASK.scale_stride
+    if cache_scale is not None:
+        one = tl.full([1], 1.0, tl.float32)
+        reciprocal = tl.math.div_rn(one, tl.load(cache_scale + tl.arange(0, 1)))[:, None, None]
+    else:
+        reciprocal = tl.full([1, 1, 1], 1.0, tl.float32)
+    for index in tl.static_range(tl.constexpr(len(TASK.regions))):
+        _store_region(latent, cos_sin, token, stored, at, latent_stride, values_at, scales_at, reciprocal, index, TASK)
+    for extra in tl.static_range(tl.constexpr(TASK.pad_scales)):
+        tl.store(scales_at + TASK.num_scales + extra, tl.zeros([TOKENS], tl.uint8), mask=stored)

@@ -1,0 +1,1 @@
+"""Tests of the Triton backend that no other backend shares."""
