@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import time
@@ -44,6 +45,7 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchao": torchao.__version__,
@@ -129,7 +131,7 @@ mxfp4 quantisation of [{ROWS}, {WIDTH}] bf16 ({found["input_bytes"] / 2**20:.0f}
 
 torchao takes {found["speedup"]:.2f} times as long as mxkv; {found["equal_bytes"]:.2%} of the record bytes are equal.
 
-{where["date"]}, {where["cpu"]}, {where["threads"]} threads, Python {where["python"]}, torch {where["torch"]}, \
+{where["date"]}, {where["cpu"]}, {where["threads"]} thread(s), Python {where["python"]}, torch {where["torch"]},
 torchao {where["torchao"]}, mxkv {where["mxkv"]}. Measured by `benchmarks/bench_quantize_cpu.py`; the numbers behind the
 table are in `benchmarks/results/cpu/quantize.json`.
 """
@@ -139,7 +141,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="mxfp4 quantisation on this CPU against torchao")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dry-run", action="store_true", help="print the results; write no file")
+    parser.add_argument("--threads", type=int, default=0, help="threads of both (0: torch's own choice)")
     arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     where, found = environment(), measure(arguments.rounds)
     text = markdown(where, found)
     print(text)

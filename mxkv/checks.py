@@ -32,7 +32,7 @@ def store_spec(
         TypeError, ValueError: See :func:`mxkv.store`.
     """
     _check_rows("latent", latent)
-    latent_dim = latent.shape[1]
+    latent_dim = int(latent.shape[1])
     _check_index("slots", slots)
     _check_same_device(cache, latent=latent, slots=slots, positions=positions, cos_sin=cos_sin, cache_scale=cache_scale)
     check_counts(latent, slots, positions)
@@ -94,11 +94,11 @@ def load_spec(
             )
         if out.shape[0] != slots.shape[0]:
             raise ValueError(f"out must have a row for each of the {slots.shape[0]} slots, got shape {list(out.shape)}")
-        if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        if out.stride(0) < out.shape[1]:
             raise ValueError(
                 f"the rows of out must not overlap, got shape {list(out.shape)}, strides {list(out.stride())}"
             )
-        latent_dim = out.shape[1]
+        latent_dim = int(out.shape[1])
     fmt = _format_of(cache, format, latent_dim)
     if latent_dim is None:
         latent_dim = _dim_of(cache, fmt)
@@ -151,7 +151,7 @@ def _check_rows(name: str, rows: torch.Tensor) -> None:
 
 
 def _check_unit_stride(name: str, rows: torch.Tensor) -> None:
-    if rows.shape[1] > 1 and rows.shape[0] > 0 and rows.stride(1) != 1:
+    if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise ValueError(
             f"the rows of {name} must be contiguous (last stride 1; any row stride), "
             f"got shape {list(rows.shape)}, strides {list(rows.stride())}"
@@ -186,8 +186,3 @@ def _check_same_device(cache: torch.Tensor, **others: torch.Tensor | None) -> No
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d) for d in dtypes[:-1]) + f" or {dtypes[-1]}"
-
-
-def latent_dim_of(cache: torch.Tensor, format: str | None) -> int:
-    """The width of the rows that a load from a cache gives where the call does not say it."""
-    return _dim_of(cache, _format_of(cache, format, None))

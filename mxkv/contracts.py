@@ -129,7 +129,9 @@ class Backend:
         description: One line for tables.
         probe: Whether the backend can run at all on a device. Cheap, and imports nothing heavy.
         supports: Whether it can run one call on a device where ``probe`` said yes.
-        load: Imports and returns its operations: an object with a function for each operation that it has.
+        load: Imports and returns its operations: an object with a function for each of them. Where it also has
+            ``prepare(spec)``, that is asked once for each kind of call, and returns what runs it: a callable that takes
+            the operation's arguments without the spec.
         operations: Names of the operations that it has.
         slower: Whether taking it on a GPU costs speed, so that the automatic choice says it did.
     """

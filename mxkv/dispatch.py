@@ -192,7 +192,11 @@ def plan(spec: Spec, backend: str | None = None) -> Callable[..., None]:
     if found is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
-        found = functools.partial(getattr(_choose(spec, backend).load(), spec.operation), spec)
+        operations = _choose(spec, backend).load()
+        if hasattr(operations, "prepare"):
+            found = operations.prepare(spec)
+        else:
+            found = functools.partial(getattr(operations, spec.operation), spec)
         _plans[key] = found
     return found
 

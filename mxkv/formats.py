@@ -239,7 +239,14 @@ def parse_format(spec: str) -> Format:
         return FORMATS[spec]
     if "=" not in spec:
         raise ValueError(f"unknown format {spec!r}; known formats: {', '.join(FORMATS)} (or pass a mxkv.Format)")
-    raw = dict(part.split("=", 1) for part in spec.split(";"))
+    try:
+        raw = dict(part.split("=", 1) for part in spec.split(";"))
+        return _from_fields(raw)
+    except KeyError as error:
+        raise ValueError(f"the format {spec!r} lacks the field {error}; known formats: {', '.join(FORMATS)}") from None
+
+
+def _from_fields(raw: Mapping[str, str]) -> Format:
     return Format(
         name=raw["name"],
         element=Element(raw["element"]),

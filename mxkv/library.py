@@ -64,7 +64,11 @@ def _store(
     if positions is None and cos_sin is None and cache_scale is None:
         extras = None
     else:
-        extras = _kind(positions), _kind(cos_sin), _kind(cache_scale), cache_scale is None or cache_scale.numel()
+        extras = (
+            _kind(positions),
+            _kind(cos_sin),
+            None if cache_scale is None else (cache_scale.numel(), *_kind(cache_scale)),
+        )
     key = (
         cache.shape, cache.stride(), cache.dtype, cache.get_device(), latent.shape[1:], latent.stride(), latent.dtype,
         latent.get_device(), slots.stride(), slots.dtype, slots.get_device(), extras, format, compress_ratio, nonfinite,
@@ -137,8 +141,19 @@ def _load_out(
         plan(cache, slots, out, cache_scale)
 
 
-def _fake_store(cache: torch.Tensor, latent: torch.Tensor, slots: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    return None
+def _fake_store(
+    cache: torch.Tensor,
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    format: str | None = None,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    compress_ratio: int = 1,
+    cache_scale: torch.Tensor | None = None,
+    nonfinite: str = "propagate",
+    backend: str | None = None,
+) -> None:
+    checks.store_spec(cache, latent, slots, format, positions, cos_sin, compress_ratio, cache_scale, nonfinite)
 
 
 def _fake_load(
@@ -150,13 +165,20 @@ def _fake_load(
     cache_scale: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    if latent_dim is None:
-        latent_dim = checks.latent_dim_of(cache, format)
-    return torch.empty((slots.shape[0], latent_dim), dtype=dtype or torch.bfloat16, device=cache.device)
+    dtype = dtype or torch.bfloat16
+    spec = checks.load_spec(cache, slots, format, latent_dim, dtype, cache_scale, None)
+    return torch.empty((slots.shape[0], spec.latent_dim), dtype=dtype, device=cache.device)
 
 
-def _fake_load_out(cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    return None
+def _fake_load_out(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    format: str | None = None,
+    cache_scale: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    checks.load_spec(cache, slots, format, None, out.dtype, cache_scale, out)
 
 
 _functions: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (

@@ -13,6 +13,9 @@ from mxkv.paging import contiguous_layout
 
 __all__ = ["empty_cache", "explain", "load", "store"]
 
+_TENSOR = (torch.Tensor, type(None))
+_STRING = (str, type(None))
+
 
 def empty_cache(
     format: str | Format,
@@ -88,11 +91,19 @@ def store(
     if format is not None and not isinstance(format, str):
         format = get_format(format).spec
     plain = positions is None and cos_sin is None and cache_scale is None and compress_ratio == 1
-    if plain and nonfinite == "propagate" and backend is None:
-        store_op(cache, latent, slots, format)  # fewer arguments take less time: 0.5 us of a call's 4.5
-        return
-    scale = _scale_tensor(cache_scale, cache)
-    store_op(cache, latent, slots, format, positions, cos_sin, compress_ratio, scale, nonfinite, backend)
+    try:
+        if plain and nonfinite == "propagate" and backend is None:
+            store_op(cache, latent, slots, format)  # fewer arguments take less time: 0.5 us of a call's 4.5
+        else:
+            scale = _scale_tensor(cache_scale, cache)
+            store_op(cache, latent, slots, format, positions, cos_sin, compress_ratio, scale, nonfinite, backend)
+    except (RuntimeError, AttributeError):
+        _check_types(
+            cache=(cache, torch.Tensor), latent=(latent, torch.Tensor), slots=(slots, torch.Tensor),
+            positions=(positions, _TENSOR), cos_sin=(cos_sin, _TENSOR), compress_ratio=(compress_ratio, int),
+            nonfinite=(nonfinite, str), backend=(backend, _STRING),
+        )  # fmt: skip
+        raise
 
 
 def load(
@@ -125,6 +136,27 @@ def load(
         TypeError: A dtype that the operation does not take, or a ``dtype`` that is not ``out``'s.
         ValueError: As in :func:`store`.
     """
+    try:
+        return _load(cache, slots, format, latent_dim, dtype, cache_scale, out, backend)
+    except (RuntimeError, AttributeError):
+        _check_types(
+            cache=(cache, torch.Tensor), slots=(slots, torch.Tensor), out=(out, _TENSOR),
+            latent_dim=(latent_dim, (int, type(None))), dtype=(dtype, (torch.dtype, type(None))),
+            backend=(backend, _STRING),
+        )  # fmt: skip
+        raise
+
+
+def _load(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    format: str | Format | None,
+    latent_dim: int | None,
+    dtype: torch.dtype | None,
+    cache_scale: torch.Tensor | float | None,
+    out: torch.Tensor | None,
+    backend: str | None,
+) -> torch.Tensor:
     scale = _scale_tensor(cache_scale, cache)
     if out is None:
         rows: torch.Tensor = load_op(cache, slots, _spec_of(format), latent_dim, dtype, scale, backend)
@@ -183,3 +215,13 @@ def _scale_tensor(cache_scale: torch.Tensor | float | None, cache: torch.Tensor)
     if isinstance(cache_scale, bool) or not isinstance(cache_scale, (int, float)):
         raise TypeError(f"cache_scale must be a number or a tensor of one, got {type(cache_scale).__name__}")
     return torch.full((), float(cache_scale), device=cache.device)
+
+
+def _check_types(**arguments: tuple[Any, Any]) -> None:
+    """After a call has failed: TypeError where an argument (given with its type) was of one that is not taken."""
+    for name, (value, expected) in arguments.items():
+        if not isinstance(value, expected) or isinstance(value, bool):
+            kinds = expected if isinstance(expected, tuple) else (expected,)
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            shown = repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
+            raise TypeError(f"{name} must be {names}, got {shown}")

@@ -20,7 +20,7 @@ settings.register_profile(
     "mxkv",
     deadline=None,
     derandomize=True,
-    max_examples=6 if INTERPRET else 60,
+    max_examples=3 if INTERPRET else 60,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("mxkv")

@@ -26,6 +26,9 @@ def store(
     cache_scale: torch.Tensor | None,
 ) -> None:
     """Quantize rows and scatter them. See :func:`mxkv.store`."""
+    latent = latent.detach()  # quantizing has no gradient
+    cos_sin = None if cos_sin is None else cos_sin.detach()
+    cache_scale = None if cache_scale is None else cache_scale.detach()
     slots = slots.long()
     stored = (slots >= 0) & (slots < spec.layout.num_slots)
     if positions is not None:

@@ -1,7 +1,7 @@
 """Number codes inside kernels. Values come and go as pairs: the even and the odd element of a row.
 
-Each function that holds inline assembly has a portable twin beside it; ``paths`` (a :class:`Paths`) says which is taken.
-The portable twins use integer and fp32 arithmetic only, so they are exact in the interpreter and on every target.
+Each function that holds inline assembly has a portable twin beside it; a :class:`Paths` says which is taken. The
+portable twins use integer and fp32 arithmetic only, so they are exact in the interpreter and on every target.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ def paths_of(target: Target) -> Paths:
 
 
 # Small floats: (smallest exponent, mantissa bits, largest value).
-E2M1_MIN_EXP = tl.constexpr(0)
-E2M1_MANTISSA = tl.constexpr(1)
-E2M1_MAX = tl.constexpr(6.0)
 E4M3_MIN_EXP = tl.constexpr(-6)
 E4M3_MANTISSA = tl.constexpr(3)
 E4M3_MAX = tl.constexpr(448.0)
@@ -78,9 +75,27 @@ def sign_of(x, BIT: tl.constexpr):
 
 
 @triton.jit
-def encode_e2m1(x):
-    """Finite fp32 to E2M1 codes."""
-    return encode_small(x, E2M1_MIN_EXP, E2M1_MANTISSA, E2M1_MAX) | sign_of(x, 3)
+def _e2m1_steps(x, SATURATE: tl.constexpr):
+    """An integer whose last three bits are the magnitude code of finite fp32, the next five zero.
+
+    Each binade has a grid of its own: steps of 1/2 below 2, of 1 below 4, of 2 above. Rounding onto a grid outside of
+    its binade lands on a code too high, so the least of the three is right. Adding 2**23 rounds to an integer.
+    """
+    a = tl.abs(x)
+    steps = bits_of(tl.fma(a, 2.0, 8388608.0))
+    steps = tl.minimum(steps, bits_of(tl.fma(a, 1.0, 8388608.0 + 2.0)))
+    steps = tl.minimum(steps, bits_of(tl.fma(a, 0.5, 8388608.0 + 4.0)))
+    return tl.minimum(steps, 0x4B000007) if SATURATE else steps
+
+
+@triton.jit
+def encode_e2m1_pair(x, y, SATURATE: tl.constexpr):
+    """Two finite fp32 to two E2M1 codes in the low byte of an int32, x in the low nibble; bits above are arbitrary.
+
+    Without SATURATE no magnitude is above 6.
+    """
+    codes = _e2m1_steps(x, SATURATE) + (_e2m1_steps(y, SATURATE) << 4)
+    return codes | sign_of(x, 3) | sign_of(y, 7)
 
 
 @triton.jit
@@ -162,100 +177,129 @@ def _twice(half):
 
 
 @triton.jit
-def encode_e2m1_words(words, reciprocal, correction, PATHS: tl.constexpr, DIVIDE: tl.constexpr):
-    """Two bf16 in a word, divided by a group's scale, to two E2M1 codes in a byte. Finite input.
+def _upper_twice(bits):
+    """The upper half of a positive fp32 whose lower half is zero, twice."""
+    return bits | (bits >> 16)
 
-    ``reciprocal`` and ``correction`` hold a bf16 twice: 1 / scale is their sum (the correction is unused without DIVIDE:
-    a power of two divides exactly). Rounding is by addition, as in :func:`encode_small`, on both halves at once.
 
-    With DIVIDE the quotient has an error below 2**-16 of itself before it is rounded to bf16. That is harmless: unless the
-    quotient is a tie of E2M1, it differs from every tie by more than 2**-8 of it (a bf16 has 8 significant bits, a scale
-    4, a tie 3), so bf16 rounding makes a near-tie a tie and nothing else one. Tested over all scales and all bf16.
+@triton.jit
+def spread(of_groups, words):
+    """A number of each group, for each of the group's words."""
+    return tl.broadcast_to(of_groups[:, :, None], words.shape)
+
+
+@triton.constexpr_function
+def _encode_e4m3_assembly(pairs):
+    """PTX from two words of two bf16, times a power of two, to four E4M3 bytes; see :func:`encode_e4m3_words`."""
+    lines = [".reg .b32 y, x, none;", ".reg .b16 h<2>;", "mov.b32 none, 0x80008000;"]
+    for i in range(2):
+        product = f"mul.rn.bf16x2 y, ${1 + i}, $3;" if pairs == "full" else f"fma.rn.bf16x2 y, ${1 + i}, $3, none;"
+        lines += [product, "shl.b32 x, y, 16;", "and.b32 y, y, 0xffff0000;", f"cvt.rn.satfinite.e4m3x2.f32 h{i}, y, x;"]
+    return "{ " + " ".join([*lines, "mov.b32 y, {h0, h1};", "and.b32 $0, y, $5;"]) + " }"
+
+
+@triton.jit
+def encode_e4m3_words(words, byte, lost, PATHS: tl.constexpr):
+    """Two bf16 in a word, divided by their group's E8M0 scale, to two E4M3 bytes; lost groups give zeros.
+
+    The packed multiply is exact, but for products below bf16's normal range, which are zero as E4M3 however they round.
     """
-    if PATHS.pairs == "full":
-        if DIVIDE:
-            scaled = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 y, six;
-                mov.b32 six, 0x40c040c0;
-                and.b32 y, $1, 0x7fff7fff;
-                mul.rn.bf16x2 $0, y, $3;
-                fma.rn.bf16x2 $0, y, $2, $0;
-                min.bf16x2 $0, $0, six;
-                }""",
-                "=&r,r,r,r", [words, reciprocal, correction], dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
-        else:
-            scaled = tl.inline_asm_elementwise(
-                "{ .reg .b32 y; and.b32 y, $1, 0x7fff7fff; mul.rn.bf16x2 $0, y, $2; }",
-                "=r,r,r", [words, reciprocal], dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
+    reciprocal = spread(power_reciprocal(byte), words)
+    keep = spread(tl.where(lost, 0, -1), words)
+    return tl.inline_asm_elementwise(
+        _encode_e4m3_assembly(PATHS.pairs), "=r,r,r,r,r,r,r", [words, reciprocal, keep],
+        dtype=tl.uint16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _encode_e2m1_assembly(pairs, divide):
+    """PTX from four words of two bf16 to four bytes of two E2M1 codes; see :func:`encode_e2m1_words`."""
+    least = "min.u16x2" if pairs == "full" else "min.bf16x2"  # as integers, three at once on sm_90
+    lines = [
+        ".reg .b32 a<4>, t<4>, u<4>, v<4>, c0, c1, c2;",
+        "mov.b32 c0, 0x42004200;",  # 32: sums in [32, 64) have steps of 1/4, so the last bits are the code
+        "mov.b32 c1, 0x42024202;",  # 32 + 2/4
+        "mov.b32 c2, 0x42044204;",  # 32 + 4/4
+    ]
+    parts = ("$5", "$9", "$13")
+    if divide:
+        parts = ("p0", "p1", "p2")
+        lines += [
+            ".reg .b32 p<3>, none, most;",
+            "mov.b32 p0, 0x3f003f00;",  # 1/2
+            "mov.b32 p1, 0x3e803e80;",  # 1/4
+            "mov.b32 p2, 0x3e003e00;",  # 1/8
+            "mov.b32 none, 0x80008000;",
+            "mov.b32 most, 0x42074207;",
+        ]
+    for i in range(4):
+        lines.append(f"and.b32 a{i}, ${1 + i}, 0x7fff7fff;")
+        if divide:  # fma with -0 is a multiply, which sm_80 lacks
+            lines += [f"fma.rn.bf16x2 t{i}, a{i}, $9, none;", f"fma.rn.bf16x2 a{i}, a{i}, $5, t{i};"]
+        lines += [
+            f"fma.rn.bf16x2 {r}{i}, a{i}, {part}, c{j};" for j, (r, part) in enumerate(zip("tuv", parts, strict=True))
+        ]
+        lines += [f"{least} t{i}, t{i}, u{i};", f"{least} t{i}, t{i}, v{i};"]
+        if divide:
+            lines.append(f"{least} t{i}, t{i}, most;")
+    keep = "$13" if divide else "$17"
+    lines += [
+        "prmt.b32 u0, t0, t1, 0x6240;",  # low bytes: even codes of words 0 and 1, odd codes of words 0 and 1
+        "prmt.b32 u1, t2, t3, 0x6240;",
+        "prmt.b32 t0, u0, u1, 0x5410;",  # even codes
+        "prmt.b32 t1, u0, u1, 0x7632;",  # odd codes
+        "mad.lo.u32 t0, t1, 16, t0;",
+        "prmt.b32 u0, $1, $2, 0x7351;",  # high bytes, in the same order: the signs
+        "prmt.b32 u1, $3, $4, 0x7351;",
+        "prmt.b32 t1, u0, u1, 0x5410;",
+        "prmt.b32 t2, u0, u1, 0x7632;",
+        "shr.u32 t1, t1, 4;",
+        "and.b32 t1, t1, 0x08080808;",
+        "and.b32 t2, t2, 0x80808080;",
+        "or.b32 t0, t0, t1;",
+        "or.b32 t0, t0, t2;",
+        f"and.b32 $0, t0, {keep};",
+    ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.jit
+def encode_e2m1_words(words, byte, lost, SCALE: tl.constexpr, PATHS: tl.constexpr):
+    """Two bf16 in a word, divided by their group's scale, to two E2M1 codes in a byte.
+
+    As :func:`encode_e2m1` does it, on both halves at once; four words are taken together, which leaves their bytes in
+    one register. Groups that are lost give zeros, whatever the words hold.
+
+    A power of two scales inside of the three sums. An E4M3 scale divides first: 1 / scale is taken as a sum of two
+    bf16, which leaves the quotient an error below 2**-16 of itself before it is rounded to bf16. That is harmless:
+    unless the quotient is a tie of E2M1, it differs from every tie by more than 2**-8 of it (a bf16 has 8 significant
+    bits, a scale 4, a tie 3), so bf16 rounding makes a near-tie a tie and nothing else one. Tested over all scales and
+    all bf16.
+
+    Args:
+        words: [.., .., n].
+        byte: The groups' scale bytes (int32) [.., ..].
+        lost: Whether a group holds what its record cannot.
+        SCALE: "e8m0" or "e4m3".
+        PATHS: The target's instructions.
+    """
+    keep = spread(tl.where(lost, 0, -1), words)
+    if SCALE == "e8m0":
+        half = (253 - byte) << 23  # of 1 / scale, as fp32, whose upper half is bf16; byte is at most 252
+        quarter, eighth = bits_of(float_of(half) * 0.5), bits_of(float_of(half) * 0.25)
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 y, m, s, one;
-            mov.b32 one, 0x3f803f80;
-            max.bf16x2 m, $1, one;
-            and.b32 m, m, 0x7f807f80;
-            add.u32 m, m, 0x03000300;
-            add.rn.bf16x2 y, $1, m;
-            shr.u32 m, y, 6;
-            and.b32 m, m, 0x01fe01fe;
-            and.b32 y, y, 0x007f007f;
-            add.u32 y, y, m;
-            sub.u32 y, y, 0x010a010a;
-            shr.u32 s, $2, 12;
-            and.b32 s, s, 0x00080008;
-            or.b32 y, y, s;
-            shr.u32 s, y, 12;
-            or.b32 $0, y, s;
-            }""",
-            "=r,r,r", [scaled, words], dtype=tl.int32, is_pure=True, pack=1,
+            _encode_e2m1_assembly(PATHS.pairs, False), "=r" + ",r" * 20,
+            [words, spread(_upper_twice(half), words), spread(_upper_twice(quarter), words),
+             spread(_upper_twice(eighth), words), keep],
+            dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        # sm_80 and sm_89 have no add or multiply of two bf16: fma with 1 or with -0 is the same operation.
-        if DIVIDE:
-            scaled = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 y, t, six, none;
-                mov.b32 six, 0x40c040c0;
-                mov.b32 none, 0x80008000;
-                and.b32 y, $1, 0x7fff7fff;
-                fma.rn.bf16x2 t, y, $3, none;
-                fma.rn.bf16x2 t, y, $2, t;
-                min.bf16x2 $0, t, six;
-                }""",
-                "=r,r,r,r", [words, reciprocal, correction], dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
-        else:
-            scaled = tl.inline_asm_elementwise(
-                """{
-                .reg .b32 y, none;
-                mov.b32 none, 0x80008000;
-                and.b32 y, $1, 0x7fff7fff;
-                fma.rn.bf16x2 $0, y, $2, none;
-                }""",
-                "=r,r,r", [words, reciprocal], dtype=tl.int32, is_pure=True, pack=1,
-            )  # fmt: skip
+        high, low = split_reciprocal(decode_e4m3_scale(byte, PATHS))
         return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 y, m, s, one;
-            mov.b32 one, 0x3f803f80;
-            max.bf16x2 m, $1, one;
-            and.b32 m, m, 0x7f807f80;
-            add.u32 m, m, 0x03000300;
-            fma.rn.bf16x2 y, $1, one, m;
-            shr.u32 m, y, 6;
-            and.b32 m, m, 0x01fe01fe;
-            and.b32 y, y, 0x007f007f;
-            add.u32 y, y, m;
-            sub.u32 y, y, 0x010a010a;
-            shr.u32 s, $2, 12;
-            and.b32 s, s, 0x00080008;
-            or.b32 y, y, s;
-            shr.u32 s, y, 12;
-            or.b32 $0, y, s;
-            }""",
-            "=r,r,r", [scaled, words], dtype=tl.int32, is_pure=True, pack=1,
+            _encode_e2m1_assembly(PATHS.pairs, True), "=r" + ",r" * 16,
+            [words, spread(high, words), spread(low, words), keep],
+            dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
 
 
@@ -280,7 +324,7 @@ def divide_by_scale(x, scale, PATHS: tl.constexpr):
     """fp32 / fp32, correctly rounded unless it underflows; for E2M1 of x / scale, and for scales, which have a floor.
 
     A quotient by the correctly rounded reciprocal, corrected once by its exact remainder, is the correctly rounded one
-    (Markstein); it takes no branch.
+    (Markstein); it takes no branch. The sign is copied, since the remainder of a zero has none.
     """
     if PATHS.pairs != "none":
         reciprocal = tl.inline_asm_elementwise(
@@ -293,7 +337,8 @@ def divide_by_scale(x, scale, PATHS: tl.constexpr):
             mul.rn.f32 quotient, $1, $3;
             neg.f32 minus, $2;
             fma.rn.f32 rest, quotient, minus, $1;
-            fma.rn.f32 $0, rest, $3, quotient;
+            fma.rn.f32 quotient, rest, $3, quotient;
+            copysign.f32 $0, $1, quotient;
             }""",
             "=f,f,f,f", [x, scale, reciprocal], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
@@ -305,8 +350,8 @@ def divide_by_scale(x, scale, PATHS: tl.constexpr):
 def e4m3_scale_of_bf16(amax, TASK: tl.constexpr, PATHS: tl.constexpr):
     """The E4M3 byte of bf16 amax / element_max: as if divided, then rounded, for a multiply and two roundings.
 
-    The product's error is below 2**-22 of it. Unless the quotient is a tie of E4M3 it differs from every tie by more than
-    2**-8 of it, so the rounding to bf16 makes a near-tie a tie and nothing else one. Tested over all bf16.
+    The product's error is below 2**-22 of it. Unless the quotient is a tie of E4M3 it differs from every tie by more
+    than 2**-8 of it, so the rounding to bf16 makes a near-tie a tie and nothing else one. Tested over all bf16.
     """
     scaled = tl.maximum(amax * (1.0 / TASK.element_max), 2.0**-9)
     rounded = float_of(bf16_pair(scaled, scaled, PATHS) & -65536)
@@ -317,7 +362,7 @@ def e4m3_scale_of_bf16(amax, TASK: tl.constexpr, PATHS: tl.constexpr):
 def decode_e4m3_scale(byte, PATHS: tl.constexpr):
     """The E4M3 byte of a scale to fp32."""
     if PATHS.e4m3 == "cvt":
-        x, y = decode_e4m3_pair(byte, PATHS)
+        x, _y = decode_e4m3_pair(byte, PATHS)
         return x
     else:
         return decode_e4m3(byte)
@@ -393,7 +438,8 @@ def saturate(x, TASK: tl.constexpr, KEEP_INFINITE: tl.constexpr):
 def decode_e2m1_words(values, scale, PATHS: tl.constexpr, SATURATE: tl.constexpr):
     """Two E2M1 codes in a byte, times a scale (a bf16 held twice in a word), to two bf16 in a word.
 
-    A code's bits, put where bf16 has them, are the value times 2**-126; two multiplications give the value times the scale.
+    A code's bits, put where bf16 has them, are the value times 2**-126; two multiplications give the value times the
+    scale.
     """
     if PATHS.pairs == "full":
         words = tl.inline_asm_elementwise(

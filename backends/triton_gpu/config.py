@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+
+from mxkv.contracts import Spec, StoreSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,25 +20,20 @@ class LaunchConfig:
     num_warps: int
 
 
-@functools.lru_cache(maxsize=4096)
-def default_config(token_bucket: int, dim: int, compute_units: int) -> LaunchConfig:
+def default_config(spec: Spec, token_bucket: int, compute_units: int) -> LaunchConfig:
     """A configuration that is good without tuning.
 
     A program takes several tokens, so that each thread has several independent loads under way; fewer, once that would
-    leave compute units without work.
+    leave compute units without work. A store keeps more in registers than a load and wants longer programs.
 
     Args:
-        token_bucket: Tokens of the call, rounded up to a power of two.
-        dim: Values of a row.
+        spec: The call.
+        token_bucket: Its tokens, rounded up to a power of two.
         compute_units: Of the device.
     """
-    most = max(1, 4096 // max(dim, 1))
+    elements = 4096 if isinstance(spec, StoreSpec) else 2048
+    most = max(1, min(elements // max(spec.latent_dim, 1), 16))
     block_tokens = 1
-    while block_tokens < min(most, 8) and token_bucket // (2 * block_tokens) >= 4 * compute_units:
+    while 2 * block_tokens <= most and token_bucket // (2 * block_tokens) >= 4 * compute_units:
         block_tokens *= 2
-    return LaunchConfig(block_tokens, 1 if block_tokens * dim <= 1024 else 2)
-
-
-def token_bucket(tokens: int) -> int:
-    """Tokens rounded up to a power of two."""
-    return 1 << (tokens - 1).bit_length()
+    return LaunchConfig(block_tokens, 1 if block_tokens * spec.latent_dim <= 1024 else 2)

@@ -1,100 +1,159 @@
-"""Launches the store and load kernels. Nothing here allocates or synchronises, so a CUDA graph can capture it."""
+"""Launches the store and load kernels. Nothing here allocates or synchronises, so a CUDA graph can capture it.
+
+What a kind of call decides once (:class:`StoreLaunch`, :class:`LoadLaunch`) is kept with its plan; a call adds what
+depends on its tensors' addresses and on how many tokens there are.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 
 from mxkv import devices, numerics
-from mxkv.backends.triton_gpu.codec import paths_of
-from mxkv.backends.triton_gpu.config import LaunchConfig, default_config, token_bucket
+from mxkv.backends.triton_gpu.codec import Paths, paths_of
+from mxkv.backends.triton_gpu.config import LaunchConfig, default_config
 from mxkv.backends.triton_gpu.load import LoadTask, load_kernel
 from mxkv.backends.triton_gpu.regions import regions_of
 from mxkv.backends.triton_gpu.store import StoreTask, store_kernel
-from mxkv.contracts import ROPE_DIM, LoadSpec, StoreSpec
+from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NO_GUARD = contextlib.nullcontext()
 
 
-def store(
-    spec: StoreSpec,
-    cache: torch.Tensor,
-    latent: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin: torch.Tensor | None,
-    cache_scale: torch.Tensor | None,
-    config: LaunchConfig | None = None,
-) -> None:
-    """Quantize rows and scatter them. See :func:`mxkv.store`."""
-    tokens, layout = slots.shape[0], spec.layout
-    if not layout.num_slots:
-        return
-    row_stride = latent.stride(0) if tokens > 1 else spec.latent_dim
-    task, compute_units = _store_task(
-        spec,
-        _aligned(latent.data_ptr(), row_stride, latent.element_size()),
-        cache.data_ptr() % 4 == 0,
-    )
-    if config is None:
-        config = default_config(token_bucket(tokens), spec.latent_dim, compute_units)
-    block_stride = layout.block_stride * cache.element_size()
-    if cache.dtype == torch.float8_e4m3fn:  # not every target has the dtype: kernels see bytes
-        cache = cache.view(torch.uint8)
-    with _current(cache.device):
-        store_kernel[(-(-tokens // config.block_tokens),)](
-            cache, latent, slots, positions, cos_sin, cache_scale,
-            tokens, layout.num_slots, 0 if cos_sin is None else cos_sin.shape[0],
-            block_stride, row_stride, slots.stride(0),
-            0 if positions is None else positions.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
-            task, config.block_tokens, num_warps=config.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
+class _Launch:
+    """What every launch for one spec has in common."""
+
+    def __init__(self, spec: Spec, element_size: int) -> None:
+        self.paths = paths_of(devices.target_of(spec.device))
+        self.compute_units = devices.describe(spec.device).compute_units
+        self.num_slots = spec.layout.num_slots
+        self.block_stride = spec.layout.block_stride * spec.format.cache_dtype.itemsize
+        self.dim = spec.latent_dim
+        self.pair_mask = 2 * element_size - 1
+        # Not every target has the dtype fp8: kernels see its bytes.
+        self.as_bytes = spec.format.cache_dtype == torch.float8_e4m3fn
+        self.device_index = None if spec.device.type == "cpu" else spec.device.index
+        self.tasks: dict[tuple[bool, bool], Any] = {}
+        self.configs: dict[int, LaunchConfig] = {}
+
+    def config(self, tokens: int) -> LaunchConfig:
+        bucket = (tokens - 1).bit_length()
+        found = self.configs.get(bucket)
+        if found is None:
+            found = self.configs[bucket] = self.default_config(1 << bucket)
+        return found
+
+    def default_config(self, token_bucket: int) -> LaunchConfig:
+        raise NotImplementedError
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton launches on the current device: make it the tensors'."""
+        if self.device_index is None or self.device_index == torch.cuda.current_device():
+            return _NO_GUARD
+        return torch.cuda.device(self.device_index)
 
 
-def load(
-    spec: LoadSpec,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    out: torch.Tensor,
-    cache_scale: torch.Tensor | None,
-    config: LaunchConfig | None = None,
-) -> None:
-    """Gather rows and dequantize them. See :func:`mxkv.load`."""
-    tokens, layout = slots.shape[0], spec.layout
-    row_stride = out.stride(0) if tokens > 1 else spec.latent_dim
-    task, compute_units = _load_task(
-        spec,
-        cache.data_ptr() % 4 == 0,
-        _aligned(out.data_ptr(), row_stride, out.element_size()),
-    )
-    if config is None:
-        config = default_config(token_bucket(tokens), spec.latent_dim, compute_units)
-    block_stride = layout.block_stride * cache.element_size()
-    if cache.dtype == torch.float8_e4m3fn:
-        cache = cache.view(torch.uint8)
-    with _current(cache.device):
-        load_kernel[(-(-tokens // config.block_tokens),)](
-            cache, slots, out, cache_scale,
-            tokens, layout.num_slots, block_stride, slots.stride(0), row_stride,
-            task, config.block_tokens, num_warps=config.num_warps, enable_fp_fusion=False,
-        )  # fmt: skip
+class StoreLaunch(_Launch):
+    """Quantizes rows and scatters them. See :func:`mxkv.store`."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        super().__init__(spec, spec.latent_dtype.itemsize)
+        self.spec = spec
+
+    def default_config(self, token_bucket: int) -> LaunchConfig:
+        return default_config(self.spec, token_bucket, self.compute_units)
+
+    def __call__(
+        self,
+        cache: torch.Tensor,
+        latent: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None,
+        cos_sin: torch.Tensor | None,
+        cache_scale: torch.Tensor | None,
+        config: LaunchConfig | None = None,
+    ) -> None:
+        if not self.num_slots:
+            return
+        tokens = slots.shape[0]
+        row_stride = latent.stride(0) if tokens > 1 else self.dim
+        aligned = (not latent.data_ptr() & self.pair_mask and not row_stride & 1, not cache.data_ptr() & 3)
+        task = self.tasks.get(aligned)
+        if task is None:
+            task = self.tasks[aligned] = store_task(self.spec, self.paths, *aligned)
+        if config is None:
+            config = self.config(tokens)
+        if self.as_bytes:
+            cache = cache.view(torch.uint8)
+        max_position, table_stride = (0, 0) if cos_sin is None else (cos_sin.shape[0], cos_sin.stride(0))
+        with self.guard():
+            store_kernel[(-(-tokens // config.block_tokens),)](
+                cache, latent, slots, positions, cos_sin, cache_scale,
+                tokens, self.num_slots, max_position, self.block_stride, row_stride, slots.stride(0),
+                0 if positions is None else positions.stride(0), table_stride,
+                task, config.block_tokens, num_warps=config.num_warps, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+class LoadLaunch(_Launch):
+    """Gathers rows and dequantizes them. See :func:`mxkv.load`."""
+
+    def __init__(self, spec: LoadSpec) -> None:
+        super().__init__(spec, spec.out_dtype.itemsize)
+        self.spec = spec
+
+    def default_config(self, token_bucket: int) -> LaunchConfig:
+        return default_config(self.spec, token_bucket, self.compute_units)
+
+    def __call__(
+        self,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        cache_scale: torch.Tensor | None,
+        config: LaunchConfig | None = None,
+    ) -> None:
+        tokens = slots.shape[0]
+        row_stride = out.stride(0) if tokens > 1 else self.dim
+        aligned = (not cache.data_ptr() & 3, not out.data_ptr() & self.pair_mask and not row_stride & 1)
+        task = self.tasks.get(aligned)
+        if task is None:
+            task = self.tasks[aligned] = load_task(self.spec, self.paths, *aligned)
+        if config is None:
+            config = self.config(tokens)
+        if self.as_bytes:
+            cache = cache.view(torch.uint8)
+        with self.guard():
+            load_kernel[(-(-tokens // config.block_tokens),)](
+                cache, slots, out, cache_scale,
+                tokens, self.num_slots, self.block_stride, slots.stride(0), row_stride,
+                task, config.block_tokens, num_warps=config.num_warps, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
-def _store_task(spec: StoreSpec, rows_aligned: bool, cache_aligned: bool) -> tuple[StoreTask, int]:
-    """What to compile for a call, and the device's compute units."""
-    return store_task(spec, paths_of(devices.target_of(spec.device)), rows_aligned, cache_aligned), _units(spec.device)
+def prepare(spec: Spec) -> StoreLaunch | LoadLaunch:
+    """What runs one kind of call."""
+    return StoreLaunch(spec) if isinstance(spec, StoreSpec) else LoadLaunch(spec)
 
 
-@functools.lru_cache(maxsize=1024)
-def _load_task(spec: LoadSpec, cache_aligned: bool, rows_aligned: bool) -> tuple[LoadTask, int]:
-    return load_task(spec, paths_of(devices.target_of(spec.device)), cache_aligned, rows_aligned), _units(spec.device)
+def store(spec: StoreSpec, *tensors: torch.Tensor | None, config: LaunchConfig | None = None) -> None:
+    """Quantize rows and scatter them, with a launch configuration of the caller's."""
+    run: Any = prepare(spec)
+    run(*tensors, config=config)
 
 
-def store_task(spec: StoreSpec, paths: object, rows_aligned: bool, cache_aligned: bool) -> StoreTask:
+def load(spec: LoadSpec, *tensors: torch.Tensor | None, config: LaunchConfig | None = None) -> None:
+    """Gather rows and dequantize them, with a launch configuration of the caller's."""
+    run: Any = prepare(spec)
+    run(*tensors, config=config)
+
+
+def store_task(spec: StoreSpec, paths: Paths, rows_aligned: bool, cache_aligned: bool) -> StoreTask:
     """A store kernel's constants.
 
     Args:
@@ -125,7 +184,7 @@ def store_task(spec: StoreSpec, paths: object, rows_aligned: bool, cache_aligned
     )
 
 
-def load_task(spec: LoadSpec, paths: object, cache_aligned: bool, rows_aligned: bool) -> LoadTask:
+def load_task(spec: LoadSpec, paths: Paths, cache_aligned: bool, rows_aligned: bool) -> LoadTask:
     """A load kernel's constants; the arguments are those of :func:`store_task`."""
     dim = spec.latent_dim
     return LoadTask(
@@ -158,18 +217,3 @@ def _records_aligned(spec: StoreSpec | LoadSpec) -> bool:
     pair_bytes = max(region.pair_bytes for region in regions)
     places = (layout.value_stride * size, layout.block_stride * size, *(region.value_offset for region in regions))
     return all(place % pair_bytes == 0 for place in places) and spec.latent_dim % 2 == 0
-
-
-def _aligned(address: int, row_stride: int, element_size: int) -> bool:
-    return address % (2 * element_size) == 0 and row_stride % 2 == 0
-
-
-def _units(device: torch.device) -> int:
-    return devices.describe(device).compute_units
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Triton launches on the current device: make it the tensors'."""
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        return _NO_GUARD
-    return torch.cuda.device(device)

@@ -151,43 +151,38 @@ def _lost_byte(byte, lost, REGION: tl.constexpr):
     return tl.where(lost, 255 if REGION.scale == "e8m0" else 0x7F, byte)
 
 
+@triton.constexpr_function
+def _is_packed(region, task):
+    """Whether a region's groups are encoded two bf16 at a time, without taking them to fp32."""
+    plain = task.dtype == "bf16" and region.rotated >= region.end and task.propagate and task.paths.pairs != "none"
+    return plain and (region.element == "e2m1" or (region.scale == "e8m0" and task.paths.e4m3 == "cvt"))
+
+
+@triton.jit
+def _encode_packed(rows, pair, mask, REGION: tl.constexpr, TASK: tl.constexpr):
+    """The values of a region's groups, two at a time, and their scale bytes."""
+    PATHS: tl.constexpr = TASK.paths
+    words = _load_words(rows, pair, mask, TASK)
+    byte, lost = _group_scale(codec.largest_half(words, PATHS) << 16, True, REGION, TASK)
+    if REGION.element == "e2m1":
+        values = codec.encode_e2m1_words(words, byte, lost, tl.constexpr(REGION.scale), PATHS)
+    else:
+        values = codec.encode_e4m3_words(words, byte, lost, PATHS)
+    return values, _lost_byte(byte, lost, REGION)
+
+
 @triton.jit
 def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
-    """The values of a region's groups, a pair in an int32, and their scale bytes."""
+    """The values of a region's groups in fp32, a pair in an int32, and their scale bytes."""
     PATHS: tl.constexpr = TASK.paths
-    if (
-        TASK.dtype == "bf16"
-        and (REGION.rotated >= REGION.end)
-        and TASK.propagate
-        and ((REGION.element == "e2m1" and PATHS.pairs != "none") or REGION.element == "e4m3")
-    ):
-        words = _load_words(rows, pair, mask, TASK)
-        amax = codec.largest_half(words, PATHS)
-        byte, lost = _group_scale(amax << 16, True, REGION, TASK)
-        words = tl.where(lost[:, :, None], 0, words)
-        if REGION.element == "e2m1":
-            if REGION.scale == "e8m0":
-                reciprocal = codec.power_reciprocal(byte)
-                correction = reciprocal
-            else:
-                reciprocal, correction = codec.split_reciprocal(codec.decode_e4m3_scale(byte, PATHS))
-            reciprocal = tl.broadcast_to(reciprocal[:, :, None], words.shape)
-            correction = tl.broadcast_to(correction[:, :, None], words.shape)
-            values = codec.encode_e2m1_words(words, reciprocal, correction, PATHS, REGION.scale != "e8m0")
-            return values, _lost_byte(byte, lost, REGION)
-        x = codec.float_of(words << 16)
-        y = codec.float_of(words & -65536)
-    else:
-        x, y = _load_pairs(rows, pair, mask, TASK)
-        if REGION.rotated < REGION.end:
-            x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
-        if TASK.sanitize:
-            largest = codec.float_of(tl.full([1, 1, 1], TASK.limit, tl.int32))
-            x, y = _sanitize(x, largest), _sanitize(y, largest)
-        magnitudes = tl.maximum(codec.bits_of(x) & 0x7FFFFFFF, codec.bits_of(y) & 0x7FFFFFFF)
-        byte, lost = _group_scale(tl.reduce(magnitudes, 2, codec._max_i32), False, REGION, TASK)
-        x = tl.where(lost[:, :, None], 0.0, x)
-        y = tl.where(lost[:, :, None], 0.0, y)
+    x, y = _load_pairs(rows, pair, mask, TASK)
+    if REGION.rotated < REGION.end:
+        x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
+    if TASK.sanitize:
+        largest = codec.float_of(tl.full([1, 1, 1], TASK.limit, tl.int32))
+        x, y = _sanitize(x, largest), _sanitize(y, largest)
+    magnitudes = tl.maximum(codec.bits_of(x) & 0x7FFFFFFF, codec.bits_of(y) & 0x7FFFFFFF)
+    byte, lost = _group_scale(tl.reduce(magnitudes, 2, codec._max_i32), False, REGION, TASK)
     if REGION.scale == "e8m0":
         reciprocal = codec.float_of((254 - byte) << 23)
         x, y = x * reciprocal[:, :, None], y * reciprocal[:, :, None]
@@ -199,10 +194,11 @@ def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.co
             scale = tl.broadcast_to(scale, x.shape)
             x, y = tl.math.div_rn(x, scale), tl.math.div_rn(y, scale)
     if REGION.element == "e2m1":
-        values = codec.encode_e2m1(x) | (codec.encode_e2m1(y) << 4)
+        values = codec.encode_e2m1_pair(x, y, REGION.scale != "e8m0")
     else:
         values = codec.encode_e4m3_pair(x, y, PATHS)
-    return values, _lost_byte(byte, lost, REGION)
+    # A lost group's codes are zeros, whatever came out of what is not finite.
+    return values & codec.spread(tl.where(lost, 0, -1), values), _lost_byte(byte, lost, REGION)
 
 
 @triton.jit
@@ -263,27 +259,32 @@ def _store_values(record, pair, values, mask, REGION: tl.constexpr, TASK: tl.con
 
 @triton.jit
 def _store_region(
-    latent, cos_sin, token, stored, at, latent_stride, values_at, scales_at, reciprocal,
+    latent, cos_sin, token, read, stored, at, latent_stride, values_at, scales_at, reciprocal,
     INDEX: tl.constexpr, TASK: tl.constexpr,
 ):  # fmt: skip
     REGION: tl.constexpr = TASK.regions[INDEX]
     group = tl.arange(0, REGION.groups_padded)
     inner = tl.arange(0, REGION.pairs_padded)
     here = stored[:, None] & (group < REGION.groups)[None, :]  # [TOKENS, groups]
-    mask = here[:, :, None] & (inner < REGION.pairs)[None, None, :]  # [TOKENS, groups, pairs]
+    inside = (group < REGION.groups)[None, :, None] & (inner < REGION.pairs)[None, None, :]
     pair = group[None, :, None] * REGION.pairs + inner[None, None, :]
     rows = (latent + token * latent_stride)[:, None, None]
     record = (values_at + REGION.value_offset)[:, None, None]
     if REGION.scale == "e8m0" or REGION.scale == "e4m3":
-        values, byte = _encode_group(rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], REGION, TASK)
+        mask = read[:, None, None] & inside  # [TOKENS, groups, pairs]
+        if _is_packed(REGION, TASK):
+            values, byte = _encode_packed(rows, pair + REGION.first // 2, mask, REGION, TASK)
+        else:
+            values, byte = _encode_group(rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], REGION, TASK)
         scale = REGION.first_scale + group[None, :]
         tl.store(scales_at[:, None] + scale, byte.to(tl.uint8), mask=here)
     else:
-        mask = mask & (pair < REGION.all_pairs)
+        inside = inside & (pair < REGION.all_pairs)
+        mask = read[:, None, None] & inside
         values = _encode_plain(
             rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], reciprocal, REGION, TASK
         )
-    _store_values(record, pair, values, mask, REGION, TASK)
+    _store_values(record, pair, values, stored[:, None, None] & inside, REGION, TASK)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots", "max_position"])
@@ -293,17 +294,23 @@ def store_kernel(
     TASK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(slots + token * slot_stride, mask=token < tokens, other=-1).to(tl.int64)
+    given = token < tokens
+    slot = tl.load(slots + token * slot_stride, mask=given, other=-1).to(tl.int64)
     stored = (slot >= 0) & (slot < num_slots)
     at = token * 0
+    # Rows are read before their slots are known: the two loads' latencies overlap, and padding is rare.
+    read = given
     if positions is not None:
-        position = tl.load(positions + token * position_stride, mask=stored, other=-1).to(tl.int64)
+        position = tl.load(positions + token * position_stride, mask=given, other=-1).to(tl.int64)
         stored = stored & (position >= 0)
         if TASK.compress_ratio > 1:
             stored = stored & ((position + 1) % TASK.compress_ratio == 0)
+            read = stored  # half of the rows are not stored: reading them would cost more
         if cos_sin is not None:
             stored = stored & (position < max_position)
+            position = tl.minimum(tl.maximum(position, 0), max_position - 1)
             at = (position // TASK.compress_ratio * TASK.compress_ratio) * table_stride
+            read = read & (max_position > 0)
     slot = tl.where(stored, slot, 0)
     page = cache.to(tl.pointer_type(tl.uint8)) + slot // TASK.block_size * block_stride
     place = slot % TASK.block_size
@@ -315,6 +322,8 @@ def store_kernel(
     else:
         reciprocal = tl.full([1, 1, 1], 1.0, tl.float32)
     for index in tl.static_range(tl.constexpr(len(TASK.regions))):
-        _store_region(latent, cos_sin, token, stored, at, latent_stride, values_at, scales_at, reciprocal, index, TASK)
+        _store_region(
+            latent, cos_sin, token, read, stored, at, latent_stride, values_at, scales_at, reciprocal, index, TASK
+        )
     for extra in tl.static_range(tl.constexpr(TASK.pad_scales)):
         tl.store(scales_at + TASK.num_scales + extra, tl.zeros([TOKENS], tl.uint8), mask=stored)

@@ -141,7 +141,6 @@ def launch_of(case: Case) -> Recorder:
 
 def _launch(case: Case) -> None:
     format, dim, blocks, block_size, tokens = case.format, case.dim, 2, 16, 32
-    config = case.config or default_config(MANY_TOKENS, dim, H200_COMPUTE_UNITS)
     width, size = format.record_width(dim), format.cache_dtype.itemsize
     page = block_size * width + case.gap // size
     cache = torch.zeros(blocks * page, dtype=format.cache_dtype)
@@ -151,6 +150,7 @@ def _launch(case: Case) -> None:
     if case.operation == "load":
         out = torch.empty(tokens, dim, dtype=case.dtype)
         spec = checks.load_spec(cache, slots, format.spec, dim, case.dtype, scale, out)
+        config = case.config or default_config(spec, MANY_TOKENS, H200_COMPUTE_UNITS)
         latents.load(spec, cache, slots, out, scale, config=config)
         return
     latent = torch.zeros(tokens, dim, dtype=case.dtype)
@@ -159,6 +159,7 @@ def _launch(case: Case) -> None:
     store_spec = checks.store_spec(
         cache, latent, slots, format.spec, positions, table, case.ratio, scale, case.nonfinite
     )
+    config = case.config or default_config(store_spec, MANY_TOKENS, H200_COMPUTE_UNITS)
     latents.store(store_spec, cache, latent, slots, positions, table, scale, config=config)
 
 
@@ -256,8 +257,8 @@ def _instructions(case: Case, target: Target) -> dict[str, bool]:
         elif case.operation == "load" and e4m3:
             wanted[r"cvt\.rn\.f16x2\.e4m3x2"] = hardware
         if case.operation == "store" and case.format.element is Element.E2M1 and case.dtype == BF16 and not case.rope:
-            packed = r"add\.rn\.bf16x2" if target.bf16_pairs == "full" else r"fma\.rn\.bf16x2"
-            wanted[packed] = case.nonfinite == "propagate"
+            least = r"min\.u16x2" if target.bf16_pairs == "full" else r"min\.bf16x2"
+            wanted |= dict.fromkeys((r"fma\.rn\.bf16x2", least), case.nonfinite == "propagate")
         return wanted
     # gfx942's fp8 instructions speak another code (fnuz); no other converter exists there.
     return {r"v_cvt\w*_(?:fp8|bf8)": False} if target.fp8 == "fnuz" else {}

@@ -1,0 +1,118 @@
+"""Run the kernels' inline assembly on arrays: the few PTX instructions that it uses, on 32-bit registers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mxkv import numerics
+
+Register = torch.Tensor  # int64, 0 to 2**32 - 1
+WORD = 0xFFFFFFFF
+
+
+def float_of(bits: Register) -> torch.Tensor:
+    """32 bits as fp32."""
+    return torch.where(bits > 0x7FFFFFFF, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+def bits_of(x: torch.Tensor) -> Register:
+    return x.to(torch.float32).contiguous().view(torch.int32).long() & WORD
+
+
+def bf16(x: torch.Tensor) -> torch.Tensor:
+    """fp64 rounded once to bf16, nearest even, subnormals kept; what is not finite stays."""
+    exponent = (x.abs().frexp().exponent - 1).clamp(min=-126)
+    step = torch.ldexp(torch.ones_like(x), exponent - 7)
+    rounded = torch.where(x.isfinite(), (x / step).round() * step, x)
+    largest = (2 - 2.0**-7) * 2.0**127
+    return torch.where(rounded.abs() > largest, rounded.sign() * torch.inf, rounded)
+
+
+def halves(word: Register) -> tuple[Register, Register]:
+    return word & 0xFFFF, word >> 16
+
+
+def _packed_bf16(operation: Callable[..., torch.Tensor]) -> Callable[..., Register]:
+    def run(*words: Register) -> Register:
+        done = []
+        for half in zip(*(halves(word) for word in words), strict=True):
+            value = bf16(operation(*(float_of(h << 16).double() for h in half)))
+            done.append(bits_of(value.float()) >> 16)
+        return done[0] | (done[1] << 16)
+
+    return run
+
+
+def _packed_u16(operation: Callable[..., torch.Tensor]) -> Callable[..., Register]:
+    def run(a: Register, b: Register) -> Register:
+        low, high = (operation(x, y) for x, y in zip(halves(a), halves(b), strict=True))
+        return low | (high << 16)
+
+    return run
+
+
+def _prmt(a: Register, b: Register, selector: Register) -> Register:
+    both = [(word >> (8 * i)) & 0xFF for word in (a, b) for i in range(4)]
+    chosen = int(selector.flatten()[0])
+    assert not chosen & 0x8888
+    return sum((both[(chosen >> (4 * i)) & 7] << (8 * i) for i in range(4)), torch.zeros_like(a))
+
+
+def _number(operation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda a, b: torch.where(a.isnan(), b, torch.where(b.isnan(), a, operation(a, b)))  # type: ignore[call-arg]
+
+
+OPERATIONS: dict[str, Callable[..., Register]] = {
+    "and.b32": torch.bitwise_and,
+    "or.b32": torch.bitwise_or,
+    "mov.b32": lambda a: a,
+    "shl.b32": lambda a, n: (a << n) & WORD,
+    "shr.u32": lambda a, n: a >> n,
+    "mad.lo.u32": lambda a, b, c: (a * b + c) & WORD,
+    "add.u32": lambda a, b: (a + b) & WORD,
+    "prmt.b32": _prmt,
+    "fma.rn.bf16x2": _packed_bf16(lambda a, b, c: a * b + c),  # exact in fp64 wherever the codes depend on it
+    "mul.rn.bf16x2": _packed_bf16(lambda a, b: a * b),
+    "min.bf16x2": _packed_bf16(_number(torch.minimum)),
+    "max.bf16x2": _packed_bf16(_number(torch.maximum)),
+    "min.u16x2": _packed_u16(torch.minimum),
+    "max.u16x2": _packed_u16(torch.maximum),
+    "sub.rn.f32": lambda a, b: bits_of(float_of(a) - float_of(b)),
+    "rcp.approx.f32": lambda a: bits_of(1 / float_of(a)),
+    "cvt.rn.bf16x2.f32": lambda high, low: (
+        (bits_of(bf16(float_of(high).double()).float()) & 0xFFFF0000)
+        | (bits_of(bf16(float_of(low).double()).float()) >> 16)
+    ),
+    "cvt.rn.satfinite.e4m3x2.f32": lambda high, low: (
+        (numerics.encode_e4m3(float_of(high)).long() << 8) | numerics.encode_e4m3(float_of(low)).long()
+    ),
+    "cvt.u32.u16": lambda a: a,
+}
+
+
+def run(assembly: str, outputs: int, *inputs: Register) -> list[Register]:
+    """The output registers of a piece of inline assembly."""
+    registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+
+    def read(operand: str) -> Register:
+        if operand.startswith("0x") or operand.isdigit():
+            return torch.full_like(inputs[0], int(operand, 0))
+        if operand.startswith("{"):
+            low, high = (registers[name.strip()] for name in operand.strip("{} ").split(","))
+            return low | (high << 16)
+        return registers[operand]
+
+    for statement in re.sub(r"^\s*{|}\s*$", "", assembly.strip()).split(";"):
+        words = statement.split(None, 1)
+        if not words or words[0].startswith(".reg"):
+            continue
+        operands = [o.strip() for o in re.findall(r"{[^}]*}|[^,\s][^,]*", words[1])]
+        registers[operands[0]] = OPERATIONS[words[0]](*(read(o) for o in operands[1:]))
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+def pack_pairs(values: Sequence[Register]) -> Register:
+    return values[0] | (values[1] << 16)

@@ -1,0 +1,48 @@
+"""A small store and load of every format on a GPU, compared with the oracle: for compute-sanitizer, which slows things.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.small_run
+
+Without PyTorch's memory caching each tensor is an allocation of its own, so an access past its end is seen.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+import mxkv
+
+
+def main() -> int:
+    wrong = []
+    g = torch.Generator().manual_seed(0)
+    for format in mxkv.FORMATS.values():
+        for dim, dtype in ((512, torch.bfloat16), (96, torch.bfloat16), (576, torch.float32), (320, torch.float16)):
+            if not format.accepts_dim(dim):
+                continue
+            tokens, block_size = 37, 8
+            rows = torch.randn(tokens, dim, generator=g).to(dtype)
+            slots = torch.randperm(48, generator=g)[:tokens]
+            slots[3], slots[5], slots[7] = -1, 48, 2**31
+            positions = torch.randint(-2, 70, (tokens,), generator=g)
+            table = torch.randn(64, 64, generator=g)
+            caches, loaded = [], []
+            for device, backend in (("cpu", "torch"), ("cuda", "triton")):
+                cache = mxkv.empty_cache(format, 6, block_size, dim, device)
+                mxkv.store(
+                    cache, rows.to(device), slots.to(device), format=format, positions=positions.to(device),
+                    cos_sin=table.to(device), backend=backend,
+                )  # fmt: skip
+                out = mxkv.load(cache, slots.to(device), format=format, latent_dim=dim, backend=backend)
+                caches.append(cache.view(torch.uint8).cpu())
+                loaded.append(out.view(torch.int16).cpu())
+            same = torch.equal(*caches) and torch.equal(*loaded)
+            print(f"{format.name} {dim} {dtype}: {'equal' if same else 'DIFFERENT'}", flush=True)
+            if not same:
+                wrong.append((format.name, dim, dtype))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

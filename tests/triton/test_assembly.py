@@ -1,0 +1,100 @@
+"""The text of the kernels' inline assembly, run by a small PTX interpreter, against the oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mxkv import Element, numerics
+from mxkv.backends.triton_gpu import codec
+from tests.triton import ptx
+
+pytestmark = pytest.mark.triton
+PAIRS = ("full", "fma")
+
+
+def every_bf16(limit: float) -> torch.Tensor:
+    """Every bf16 of at most some magnitude, in no order, as groups of eight."""
+    bits = torch.arange(1 << 16)
+    values = ptx.float_of(bits << 16)
+    fitting = bits[(values.abs() <= limit) & values.isfinite()]
+    fitting = fitting[torch.randperm(len(fitting), generator=torch.Generator().manual_seed(0))]
+    return fitting[: len(fitting) // 8 * 8].view(-1, 8)
+
+
+def words_of(groups: torch.Tensor) -> list[torch.Tensor]:
+    return [groups[:, 2 * i] | (groups[:, 2 * i + 1] << 16) for i in range(groups.shape[1] // 2)]
+
+
+def twice(half: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(like, half | (half << 16))
+
+
+def bytes_of(word: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(word >> (8 * i)) & 0xFF for i in range(4)], -1).to(torch.uint8)
+
+
+def upper(value: float) -> int:
+    """The bf16 bits of a number that bf16 holds."""
+    bits = numerics.float_bits(value)
+    assert not bits & 0xFFFF
+    return bits >> 16
+
+
+@pytest.mark.parametrize("byte", [0, 1, 100, 127, 128, 250, 251, 252])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_e2m1_under_a_power_of_two(pairs: str, byte: int) -> None:
+    groups = every_bf16(6 * 2.0 ** (byte - 127))
+    words = words_of(groups)
+    factor = 2.0 ** (127 - byte)
+    parts = [twice(upper(factor * part), words[0]) for part in (0.5, 0.25, 0.125) for _ in range(4)]
+    keep = [torch.full_like(words[0], ptx.WORD)] * 4
+    assembly = codec._encode_e2m1_assembly.fn(pairs, False)
+    (got,) = ptx.run(assembly, 1, *words, *parts, *keep)
+    want = numerics.pack_nibbles(numerics.encode_e2m1(ptx.float_of(groups << 16) * factor))
+    assert torch.equal(bytes_of(got), want)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_e2m1_under_an_e4m3_scale(pairs: str) -> None:
+    groups = every_bf16(float("inf"))
+    words = words_of(groups)
+    keep = [torch.full_like(words[0], ptx.WORD)] * 4
+    assembly = codec._encode_e2m1_assembly.fn(pairs, True)
+    for byte in (*range(1, 0x7F, 7), 0x7E):
+        scale = numerics.decode_e4m3(torch.tensor([byte], dtype=torch.uint8))
+        reciprocal = 1 / scale.double()
+        high = float(ptx.bf16(reciprocal))
+        low = float(ptx.bf16(reciprocal.float().double() - high))
+        parts = [twice(upper(part), words[0]) for part in (high, low) for _ in range(4)]
+        (got,) = ptx.run(assembly, 1, *words, *parts, *keep)
+        want = numerics.pack_nibbles(numerics.encode_e2m1(ptx.float_of(groups << 16) / scale))
+        assert torch.equal(bytes_of(got), want), byte
+
+
+@pytest.mark.parametrize("byte", [0, 105, 127, 246])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_e4m3_under_a_power_of_two(pairs: str, byte: int) -> None:
+    groups = every_bf16(448 * 2.0 ** (byte - 127)).view(-1, 4)
+    words = words_of(groups)
+    factor = 2.0 ** (127 - byte)
+    reciprocal, keep = twice(upper(factor), words[0]), torch.full_like(words[0], ptx.WORD)
+    (got,) = ptx.run(codec._encode_e4m3_assembly.fn(pairs), 1, *words, reciprocal, reciprocal, keep, keep)
+    assert torch.equal(bytes_of(got), numerics.encode_e4m3(ptx.float_of(groups << 16) * factor))
+
+
+@pytest.mark.parametrize("divide", [False, True])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_a_lost_group_gives_zeros(pairs: str, divide: bool) -> None:
+    words = [torch.tensor([w]) for w in (0x7FC0FF80, 0x7F80FFFF, 0x12345678, 0x80008000)]
+    some = [twice(0x3F80, words[0])] * (8 if divide else 12)
+    (got,) = ptx.run(codec._encode_e2m1_assembly.fn(pairs, divide), 1, *words, *some, *[torch.zeros(1).long()] * 4)
+    assert not got.any()
+
+
+def test_the_largest_magnitudes_are_those_of_the_oracle() -> None:
+    """Numbers that stand in the assembly: seven quarters above 32, and no more than the oracle's codes."""
+    assert numerics.E2M1_VALUES.index(Element.E2M1.max) == 7
+    assert ptx.float_of(torch.tensor([0x42070000])).item() == 32 + 7 / 4

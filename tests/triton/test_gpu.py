@@ -1,0 +1,184 @@
+"""What only a GPU can show: graphs, streams, devices, no synchronisation, no allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mxkv
+from tests.support import cos_sin_table, rows_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+NAMES = list(mxkv.FORMATS)
+
+
+@pytest.fixture
+def no_sync() -> Iterator[None]:
+    """Makes torch raise where a call of its own waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def arguments_of(name: str, tokens: int, device: str = "cuda") -> dict[str, Any]:
+    scaled = mxkv.FORMATS[name].scale is mxkv.Scale.TENSOR
+    return {
+        "format": name,
+        "positions": torch.arange(tokens, device=device),
+        "cos_sin": cos_sin_table(64).to(device),
+        "cache_scale": torch.full((1,), 0.37, device=device) if scaled else None,
+        "backend": "triton",
+    }
+
+
+def expected(name: str, rows: torch.Tensor, slots: torch.Tensor, blocks: int) -> torch.Tensor:
+    """The oracle's cache, computed on the CPU."""
+    cache = mxkv.empty_cache(name, blocks, 8, rows.shape[1])
+    arguments = arguments_of(name, len(slots), "cpu") | {"backend": "torch"}
+    mxkv.store(cache, rows.cpu(), slots.cpu(), **arguments)
+    return cache.view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_honours_what_changes_in_place(name: str) -> None:
+    rows, slots = rows_of(16, 512, torch.bfloat16).cuda(), torch.arange(16, device="cuda")
+    cache = mxkv.empty_cache(name, 4, 8, 512, "cuda")
+    arguments = arguments_of(name, 16)
+    reading = {k: arguments[k] for k in ("format", "cache_scale", "backend")}
+    out = torch.empty_like(rows)
+    graph = torch.cuda.CUDAGraph()
+    mxkv.store(cache, rows, slots, **arguments)
+    mxkv.load(cache, slots, out=out, **reading)
+    with torch.cuda.graph(graph):
+        mxkv.store(cache, rows, slots, **arguments)
+        mxkv.load(cache, slots, out=out, **reading)
+    for seed in (1, 2):
+        rows.copy_(rows_of(16, 512, torch.bfloat16, seed=seed))
+        slots.copy_(torch.randperm(32)[:16])
+        cache.view(torch.uint8).zero_()
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(cache.view(torch.uint8).cpu(), expected(name, rows, slots, 4))
+        assert torch.equal(out, mxkv.load(cache, slots, **reading))
+
+
+def test_a_shape_first_met_inside_a_capture() -> None:
+    """The default configuration, no synchronisation: Triton compiles, the capture survives, the replay is right."""
+    rows, slots = rows_of(16, 704, torch.bfloat16).cuda(), torch.arange(16, device="cuda")
+    cache = mxkv.empty_cache("mxfp4", 4, 8, 704, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mxkv.store(cache, rows, slots, backend="triton")
+    assert not cache.any()
+    graph.replay()
+    want = mxkv.empty_cache("mxfp4", 4, 8, 704)
+    mxkv.store(want, rows.cpu(), slots.cpu(), backend="torch")
+    assert torch.equal(cache.cpu(), want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_waits_and_nothing_is_allocated(name: str, no_sync: None) -> None:
+    rows, slots = rows_of(16, 512, torch.bfloat16).cuda(), torch.arange(16, device="cuda")
+    cache = mxkv.empty_cache(name, 4, 8, 512, "cuda")
+    arguments = arguments_of(name, 16)
+    out = torch.empty_like(rows)
+
+    def call() -> None:
+        mxkv.store(cache, rows, slots, **arguments)
+        mxkv.load(cache, slots, out=out, **{k: arguments[k] for k in ("format", "cache_scale", "backend")})
+
+    call()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    call()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def delayed(action: Callable[[], None]) -> None:
+    """Enqueue an action behind a wait of some milliseconds."""
+    torch.cuda._sleep(20_000_000)
+    action()
+
+
+def test_a_side_stream_with_a_delayed_producer() -> None:
+    rows, slots = torch.zeros(16, 512, dtype=torch.bfloat16, device="cuda"), torch.arange(16, device="cuda")
+    made = rows_of(16, 512, torch.bfloat16).cuda()
+    cache = mxkv.empty_cache("mxfp4", 4, 8, 512, "cuda")
+    mxkv.store(cache, rows, slots, backend="triton")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        delayed(lambda: rows.copy_(made))
+        mxkv.store(cache, rows, slots, backend="triton")
+        out = mxkv.load(cache, slots, backend="triton")
+    stream.synchronize()
+    want = mxkv.empty_cache("mxfp4", 4, 8, 512)
+    mxkv.store(want, made.cpu(), slots.cpu(), backend="torch")
+    assert torch.equal(cache.cpu(), want)
+    assert torch.equal(out.cpu(), mxkv.load(want, slots.cpu(), backend="torch"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_a_device_that_is_not_current() -> None:
+    rows, slots = rows_of(16, 512, torch.bfloat16).to("cuda:1"), torch.arange(16, device="cuda:1")
+    cache = mxkv.empty_cache("mxfp4", 4, 8, 512, "cuda:1")
+    with torch.cuda.device(0):
+        mxkv.store(cache, rows, slots, backend="triton")
+        assert torch.cuda.current_device() == 0
+    want = mxkv.empty_cache("mxfp4", 4, 8, 512)
+    mxkv.store(want, rows.cpu(), slots.cpu(), backend="torch")
+    assert torch.equal(cache.cpu(), want)
+
+
+def test_the_launch_takes_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one GPU: where another device is current, the launch happens under a guard of the tensors' device."""
+    from mxkv.backends.triton_gpu import latents
+
+    rows, slots = rows_of(4, 512, torch.bfloat16).cuda(), torch.arange(4, device="cuda")
+    cache = mxkv.empty_cache("mxfp4", 4, 8, 512, "cuda")
+    guarded: list[torch.device] = []
+    guard = torch.cuda.device
+    monkeypatch.setattr(latents.torch.cuda, "current_device", lambda: 7)
+    monkeypatch.setattr(latents.torch.cuda, "device", lambda device: (guarded.append(device), guard(device))[1])
+    mxkv.store(cache, rows, slots, backend="triton")
+    assert guarded == [cache.device]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "dsv4"])
+def test_many_tokens(name: str) -> None:
+    """The configurations of large calls, whose programs take several tokens: every byte, against the oracle."""
+    tokens = (1 << 17) + 5
+    rows = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    slots = torch.randperm(tokens, device="cuda")
+    caches = [mxkv.empty_cache(name, -(-tokens // 64), 64, 512, "cuda") for _ in range(2)]
+    positions = torch.randint(8192, (tokens,), device="cuda")
+    table = cos_sin_table(8192).cuda()
+    for cache, backend in zip(caches, ("triton", "torch"), strict=True):
+        mxkv.store(cache, rows, slots, positions=positions, cos_sin=table, backend=backend)
+    assert torch.equal(*caches)
+    read = [mxkv.load(caches[0], slots, backend=backend) for backend in ("triton", "torch")]
+    assert torch.equal(*read)
+
+
+def test_more_rows_than_two_to_the_31_elements() -> None:
+    tokens = (1 << 31) // 512 + 8
+    if torch.cuda.mem_get_info()[0] < 3 * tokens * 1024:
+        pytest.skip("needs 13 GB of GPU memory")
+    rows = torch.zeros(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    rows[-8:] = rows_of(8, 512, torch.bfloat16).cuda()
+    slots = torch.full((tokens,), -1, device="cuda")
+    slots[-8:] = torch.arange(8, device="cuda")
+    cache = mxkv.empty_cache("mxfp4", 1, 8, 512, "cuda")
+    mxkv.store(cache, rows, slots, backend="triton")
+    want = mxkv.empty_cache("mxfp4", 1, 8, 512)
+    mxkv.store(want, rows[-8:].cpu(), torch.arange(8), backend="torch")
+    assert torch.equal(cache.cpu(), want)
+    loaded = mxkv.load(cache, slots, out=rows, backend="triton")
+    assert torch.equal(loaded[-8:].cpu(), mxkv.load(want, torch.arange(8), backend="torch"))
+    assert not loaded[: tokens - 8].any()
