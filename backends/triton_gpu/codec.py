@@ -434,66 +434,69 @@ def saturate(x, TASK: tl.constexpr, KEEP_INFINITE: tl.constexpr):
     return tl.where(kept, x, inside)
 
 
+@triton.constexpr_function
+def _decode_e2m1_assembly(pairs, saturate):
+    """PTX from two bytes (in 16 bits each) of two E2M1 codes, and a scale for each, to two words of two bf16."""
+    lines = [
+        ".reg .b32 w, u, odd, big, none, top, bottom;",
+        "mov.b32 big, 0x7e807e80;",
+        "mov.b32 none, 0x80008000;",
+        "mov.b32 top, 0x7f7f7f7f;",
+        "mov.b32 bottom, 0xff7fff7f;",
+        "shl.b32 odd, $2, 4;",
+    ]
+    for i in range(2):
+        lines += [
+            f"prmt.b32 w, $2, odd, 0x{2 * i}{2 * i}{2 * i + 4}{2 * i + 4};",  # codes in each half's upper four bits
+            "shr.u32 u, w, 6;",
+            "and.b32 u, u, 0x01c001c0;",
+            "and.b32 w, w, 0x80008000;",
+            "or.b32 w, w, u;",
+        ]
+        for factor in ("big", f"${3 + i}"):
+            lines.append(
+                f"mul.rn.bf16x2 w, w, {factor};" if pairs == "full" else f"fma.rn.bf16x2 w, w, {factor}, none;"
+            )
+        if saturate and pairs == "full":
+            lines.append("min.NaN.xorsign.abs.bf16x2 w, w, top;")
+        elif saturate:
+            lines += ["min.NaN.bf16x2 w, w, top;", "max.NaN.bf16x2 w, w, bottom;"]
+        lines.append(f"mov.b32 ${i}, w;")
+    return "{ " + " ".join(lines) + " }"
+
+
 @triton.jit
 def decode_e2m1_words(values, scale, PATHS: tl.constexpr, SATURATE: tl.constexpr):
     """Two E2M1 codes in a byte, times a scale (a bf16 held twice in a word), to two bf16 in a word.
 
     A code's bits, put where bf16 has them, are the value times 2**-126; two multiplications give the value times the
-    scale.
+    scale. Bytes come widened to 16 bits: Triton then changes their layout while they are bytes, not as words.
     """
-    if PATHS.pairs == "full":
-        words = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t, u, big;
-            mov.b32 big, 0x7e807e80;
-            shl.b32 t, $1, 12;
-            or.b32 t, t, $1;
-            shl.b32 u, t, 6;
-            and.b32 u, u, 0x01c001c0;
-            shl.b32 t, t, 12;
-            and.b32 t, t, 0x80008000;
-            or.b32 t, t, u;
-            mul.rn.bf16x2 t, t, big;
-            mul.rn.bf16x2 $0, t, $2;
-            }""",
-            "=r,r,r", [values, scale], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        words = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t, u, big, none;
-            mov.b32 big, 0x7e807e80;
-            mov.b32 none, 0x80008000;
-            shl.b32 t, $1, 12;
-            or.b32 t, t, $1;
-            shl.b32 u, t, 6;
-            and.b32 u, u, 0x01c001c0;
-            shl.b32 t, t, 12;
-            and.b32 t, t, 0x80008000;
-            or.b32 t, t, u;
-            fma.rn.bf16x2 t, t, big, none;
-            fma.rn.bf16x2 $0, t, $2, none;
-            }""",
-            "=r,r,r", [values, scale], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    if SATURATE:
-        words = saturate_words(words)
-    return words
+    return tl.inline_asm_elementwise(
+        _decode_e2m1_assembly(PATHS.pairs, SATURATE), "=&r,=&r,r,r,r", [values.to(tl.int16), scale],
+        dtype=tl.int32, is_pure=True, pack=2,
+    )  # fmt: skip
 
 
 @triton.jit
-def saturate_words(words):
+def saturate_words(words, PATHS: tl.constexpr):
     """Two bf16 in a word, with infinities made the largest finite value; NaN stays."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t, top, bottom;
-        mov.b32 top, 0x7f7f7f7f;
-        mov.b32 bottom, 0xff7fff7f;
-        min.NaN.bf16x2 t, $1, top;
-        max.NaN.bf16x2 $0, t, bottom;
-        }""",
-        "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+    if PATHS.pairs == "full":
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 top; mov.b32 top, 0x7f7f7f7f; min.NaN.xorsign.abs.bf16x2 $0, $1, top; }",
+            "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t, top, bottom;
+            mov.b32 top, 0x7f7f7f7f;
+            mov.b32 bottom, 0xff7fff7f;
+            min.NaN.bf16x2 t, $1, top;
+            max.NaN.bf16x2 $0, t, bottom;
+            }""",
+            "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def _store_pairs(row, pair, x, y, mask, KEEP_INFINITE: tl.constexpr, TASK: tl.co
     """Pairs of fp32, rounded to the rows' dtype."""
     PATHS: tl.constexpr = TASK.paths
     if TASK.dtype == "bf16" and PATHS.pairs != "none":  # never of a bf16 element: that is copied
-        words = codec.saturate_words(codec.bf16_pair(x, y, PATHS))
+        words = codec.saturate_words(codec.bf16_pair(x, y, PATHS), PATHS)
         _store_words(row, pair, words, mask, TASK)
         return
     x = codec.saturate(x, TASK, KEEP_INFINITE)

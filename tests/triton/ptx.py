@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -76,6 +76,11 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "prmt.b32": _prmt,
     "fma.rn.bf16x2": _packed_bf16(lambda a, b, c: a * b + c),  # exact in fp64 wherever the codes depend on it
     "mul.rn.bf16x2": _packed_bf16(lambda a, b: a * b),
+    "min.NaN.bf16x2": _packed_bf16(torch.minimum),
+    "max.NaN.bf16x2": _packed_bf16(torch.maximum),
+    "min.NaN.xorsign.abs.bf16x2": _packed_bf16(
+        lambda a, b: torch.minimum(a.abs(), b.abs()).copysign(a) * torch.ones_like(b).copysign(b)
+    ),
     "min.bf16x2": _packed_bf16(_number(torch.minimum)),
     "max.bf16x2": _packed_bf16(_number(torch.maximum)),
     "min.u16x2": _packed_u16(torch.minimum),
@@ -112,7 +117,3 @@ def run(assembly: str, outputs: int, *inputs: Register) -> list[Register]:
         operands = [o.strip() for o in re.findall(r"{[^}]*}|[^,\s][^,]*", words[1])]
         registers[operands[0]] = OPERATIONS[words[0]](*(read(o) for o in operands[1:]))
     return [registers[f"${i}"] for i in range(outputs)]
-
-
-def pack_pairs(values: Sequence[Register]) -> Register:
-    return values[0] | (values[1] << 16)

@@ -94,6 +94,27 @@ def test_a_lost_group_gives_zeros(pairs: str, divide: bool) -> None:
     assert not got.any()
 
 
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_reading_e2m1(pairs: str, saturate: bool) -> None:
+    """All pairs of codes under every scale byte, as the oracle reads them: in fp32, saturated, rounded to bf16."""
+    assembly = codec._decode_e2m1_assembly.fn(pairs, saturate)
+    codes = torch.arange(256)
+    values = numerics.decode_e2m1(numerics.unpack_nibbles(codes.to(torch.uint8)[:, None]))
+    for byte in range(256):
+        scale = (numerics.decode_e8m0 if saturate else lambda b: numerics.decode_e4m3(b.to(torch.uint8)))(
+            torch.tensor([byte])
+        )
+        half = int(ptx.bits_of(scale)[0]) >> 16
+        got = ptx.run(assembly, 2, codes | (codes.flip(0) << 16), twice(half, codes), twice(half, codes))
+        largest = torch.finfo(torch.bfloat16).max
+        want = (values * scale).clamp(-largest, largest).to(torch.bfloat16)
+        for word, expected in zip(got, (want, want.flip(0)), strict=True):
+            have = torch.stack(ptx.halves(word), -1).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+            same = (have.view(torch.int16) == expected.view(torch.int16)) | (have.isnan() & expected.isnan())
+            assert same.all(), byte
+
+
 def test_the_largest_magnitudes_are_those_of_the_oracle() -> None:
     """Numbers that stand in the assembly: seven quarters above 32, and no more than the oracle's codes."""
     assert numerics.E2M1_VALUES.index(Element.E2M1.max) == 7
