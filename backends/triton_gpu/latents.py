@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class _Launch:
         # Not every target has the dtype fp8: kernels see its bytes.
         self.as_bytes = spec.format.cache_dtype == torch.float8_e4m3fn
         self.device_index = None if spec.device.type == "cpu" else spec.device.index
-        self.tasks: dict[tuple[bool, bool], Any] = {}
+        self.tasks: dict[tuple[int, int], Any] = {}
         self.configs: dict[int, LaunchConfig] = {}
 
     def config(self, tokens: int) -> LaunchConfig:
@@ -81,7 +82,7 @@ class StoreLaunch(_Launch):
             return
         tokens = slots.shape[0]
         row_stride = latent.stride(0) if tokens > 1 else self.dim
-        aligned = (not latent.data_ptr() & self.pair_mask and not row_stride & 1, not cache.data_ptr() & 3)
+        aligned = (not latent.data_ptr() & self.pair_mask and not row_stride & 1, cache.data_ptr() & 3)
         task = self.tasks.get(aligned)
         if task is None:
             task = self.tasks[aligned] = store_task(self.spec, self.paths, *aligned)
@@ -119,7 +120,7 @@ class LoadLaunch(_Launch):
     ) -> None:
         tokens = slots.shape[0]
         row_stride = out.stride(0) if tokens > 1 else self.dim
-        aligned = (not cache.data_ptr() & 3, not out.data_ptr() & self.pair_mask and not row_stride & 1)
+        aligned = (cache.data_ptr() & 3, not out.data_ptr() & self.pair_mask and not row_stride & 1)
         task = self.tasks.get(aligned)
         if task is None:
             task = self.tasks[aligned] = load_task(self.spec, self.paths, *aligned)
@@ -153,14 +154,14 @@ def load(spec: LoadSpec, *tensors: torch.Tensor | None, config: LaunchConfig | N
     run(*tensors, config=config)
 
 
-def store_task(spec: StoreSpec, paths: Paths, rows_aligned: bool, cache_aligned: bool) -> StoreTask:
+def store_task(spec: StoreSpec, paths: Paths, rows_aligned: bool, address: int) -> StoreTask:
     """A store kernel's constants.
 
     Args:
         spec: The call.
         paths: The target's instructions (:func:`paths_of`).
         rows_aligned: Whether each row starts at a multiple of two elements.
-        cache_aligned: Whether the cache starts at a multiple of 4 bytes.
+        address: Of the cache, or its last two bits.
     """
     format, dim = spec.format, spec.latent_dim
     regions = regions_of(format, dim, dim - ROPE_DIM if spec.rotate else dim)
@@ -171,7 +172,7 @@ def store_task(spec: StoreSpec, paths: Paths, rows_aligned: bool, cache_aligned:
         dtype=_DTYPES[spec.latent_dtype],
         **_places(spec),
         wide_loads=rows_aligned and dim % 2 == 0,
-        wide_stores=cache_aligned and _records_aligned(spec),
+        alignment=_alignment(spec, address),
         limit=numerics.float_bits(format.finite_limit),
         top_exponent=(top >> numerics.EXPONENT_SHIFT) - 127,
         top_mantissa=top & numerics.MANTISSA_MASK,
@@ -184,7 +185,7 @@ def store_task(spec: StoreSpec, paths: Paths, rows_aligned: bool, cache_aligned:
     )
 
 
-def load_task(spec: LoadSpec, paths: Paths, cache_aligned: bool, rows_aligned: bool) -> LoadTask:
+def load_task(spec: LoadSpec, paths: Paths, address: int, rows_aligned: bool) -> LoadTask:
     """A load kernel's constants; the arguments are those of :func:`store_task`."""
     dim = spec.latent_dim
     return LoadTask(
@@ -193,7 +194,7 @@ def load_task(spec: LoadSpec, paths: Paths, cache_aligned: bool, rows_aligned: b
         dtype=_DTYPES[spec.out_dtype],
         dtype_max=torch.finfo(spec.out_dtype).max,
         **_places(spec),
-        wide_loads=cache_aligned and _records_aligned(spec),
+        alignment=_alignment(spec, address),
         wide_stores=rows_aligned and dim % 2 == 0,
         paths=paths,
     )
@@ -210,10 +211,10 @@ def _places(spec: StoreSpec | LoadSpec) -> dict[str, int]:
     }
 
 
-def _records_aligned(spec: StoreSpec | LoadSpec) -> bool:
-    """Whether each record's pairs are aligned, if the cache is."""
+def _alignment(spec: StoreSpec | LoadSpec, address: int) -> int:
+    """The widest access (1, 2 or 4 bytes) to which every pair of every record is aligned, in a cache at an address."""
     layout, size = spec.layout, spec.format.cache_dtype.itemsize
     regions = regions_of(spec.format, spec.latent_dim, spec.latent_dim)
-    pair_bytes = max(region.pair_bytes for region in regions)
+    widest = 4 if spec.latent_dim % 2 == 0 else size  # the last pair of an odd row has one element only
     places = (layout.value_stride * size, layout.block_stride * size, *(region.value_offset for region in regions))
-    return all(place % pair_bytes == 0 for place in places) and spec.latent_dim % 2 == 0
+    return math.gcd(widest, address, *places)

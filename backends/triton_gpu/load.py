@@ -31,7 +31,7 @@ class LoadTask:
         dtype: Of the rows that come out: "bf16", "fp16" or "fp32".
         dtype_max: The largest finite value of that dtype.
         block_size, value_stride, scale_offset, scale_stride: The page layout, in bytes.
-        wide_loads: Whether records are aligned to a pair's bytes.
+        alignment: Bytes (1, 2 or 4) to which every pair of every record is aligned.
         wide_stores: Whether the rows that come out are aligned to a pair.
         paths: The target's instructions.
     """
@@ -44,7 +44,7 @@ class LoadTask:
     value_stride: int
     scale_offset: int
     scale_stride: int
-    wide_loads: bool
+    alignment: int
     wide_stores: bool
     paths: Paths
 
@@ -52,23 +52,22 @@ class LoadTask:
 @triton.jit
 def _load_values(record, pair, mask, REGION: tl.constexpr, TASK: tl.constexpr):
     """A region's values, a pair in an int32."""
-    if REGION.pair_bytes == 1:
-        return tl.load(record + pair, mask=mask, other=0).to(tl.int32)
-    elif REGION.pair_bytes == 2:
-        if TASK.wide_loads:
-            return tl.load(record.to(tl.pointer_type(tl.uint16)) + pair, mask=mask, other=0).to(tl.int32)
-        else:
-            low = tl.load(record + 2 * pair, mask=mask, other=0).to(tl.int32)
-            second = mask & (2 * pair + 1 < REGION.size)
-            return low | (tl.load(record + 2 * pair + 1, mask=second, other=0).to(tl.int32) << 8)
+    BITS: tl.constexpr = 8 * REGION.pair_bytes
+    second = mask & (2 * pair + 1 < REGION.size)
+    if REGION.pair_bytes <= TASK.alignment:
+        pointer = record.to(tl.pointer_type(tl.core.get_int_dtype(BITS, False)))
+        return tl.load(pointer + pair, mask=mask, other=0).to(tl.int32, bitcast=BITS == 32)
+    elif TASK.alignment == 2:
+        halves = record.to(tl.pointer_type(tl.uint16))
+        low = tl.load(halves + 2 * pair, mask=mask, other=0).to(tl.int32)
+        return low | (tl.load(halves + 2 * pair + 1, mask=second, other=0).to(tl.int32) << 16)
     else:
-        if TASK.wide_loads:
-            return tl.load(record.to(tl.pointer_type(tl.int32)) + pair, mask=mask, other=0)
-        else:
-            halves = record.to(tl.pointer_type(tl.uint16))
-            low = tl.load(halves + 2 * pair, mask=mask, other=0).to(tl.int32)
-            second = mask & (2 * pair + 1 < REGION.size)
-            return low | (tl.load(halves + 2 * pair + 1, mask=second, other=0).to(tl.int32) << 16)
+        values = tl.zeros(pair.shape, tl.int32)
+        for byte in tl.static_range(tl.constexpr(REGION.pair_bytes)):
+            known = mask if 2 * byte < REGION.pair_bytes else second
+            part = tl.load(record + REGION.pair_bytes * pair + byte, mask=known, other=0).to(tl.int32)
+            values = values | (part << (8 * byte))
+        return values
 
 
 @triton.jit

@@ -77,8 +77,7 @@ def regions_of(format: Format, dim: int, rotated: int) -> tuple[Region, ...]:
     group, body = format.group, dim - format.tail
     bits = 4 if format.element is Element.E2M1 else 8
     # The groups that RoPE touches stand apart, so that the others do not pay for it.
-    turn = min(rotated, body) // group
-    edges = [group * edge for edge in _powers(0, turn) + _powers(turn, body // group)] + [body]
+    edges = sorted({0, min(rotated, body) // group * group, body})
     found = [
         Region(
             first, (end - first) // group, group, end - first, format.element.value, format.scale.value,
@@ -95,14 +94,3 @@ def regions_of(format: Format, dim: int, rotated: int) -> tuple[Region, ...]:
             )
         )  # fmt: skip
     return tuple(found)
-
-
-def _powers(first: int, end: int) -> list[int]:
-    """Where to cut first .. end into pieces whose lengths are powers of two, three at most, so that tiles fill them."""
-    cuts = []
-    while first < end:
-        cuts.append(first)
-        if len(cuts) == 3:
-            break
-        first += 1 << ((end - first).bit_length() - 1)
-    return cuts

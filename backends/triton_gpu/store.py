@@ -34,7 +34,7 @@ class StoreTask:
         dtype: Of the rows: "bf16", "fp16" or "fp32".
         block_size, value_stride, scale_offset, scale_stride: The page layout, in bytes.
         wide_loads: Whether rows are aligned to a pair.
-        wide_stores: Whether records are aligned to a pair's bytes.
+        alignment: Bytes (1, 2 or 4) to which every pair of every record is aligned.
         limit: The largest magnitude that counts as finite, as fp32 bits.
         top_exponent, top_mantissa: Of the element's largest value, as fp32 has them (exponent without bias).
         element_max: The element's largest value.
@@ -53,7 +53,7 @@ class StoreTask:
     scale_offset: int
     scale_stride: int
     wide_loads: bool
-    wide_stores: bool
+    alignment: int
     limit: int
     top_exponent: int
     top_mantissa: int
@@ -237,24 +237,23 @@ def _not_finite(x, TASK: tl.constexpr):
 
 @triton.jit
 def _store_values(record, pair, values, mask, REGION: tl.constexpr, TASK: tl.constexpr):
-    offset = REGION.pair_bytes * pair
-    if REGION.pair_bytes == 1:
-        tl.store(record + offset, values.to(tl.uint8), mask=mask)
-    elif REGION.pair_bytes == 2:
-        if TASK.wide_stores:
-            tl.store((record.to(tl.pointer_type(tl.uint16)) + pair), values.to(tl.uint16), mask=mask)
-        else:
-            tl.store(record + offset, values.to(tl.uint8), mask=mask)
-            second = mask & (2 * pair + 1 < REGION.size)
-            tl.store(record + offset + 1, (values >> 8).to(tl.uint8), mask=second)
+    """A region's values, in the widest pieces that the records' alignment allows."""
+    BITS: tl.constexpr = 8 * REGION.pair_bytes
+    if REGION.pair_bytes <= TASK.alignment:
+        pointer = record.to(tl.pointer_type(tl.core.get_int_dtype(BITS, False)))
+        tl.store(pointer + pair, values.to(tl.core.get_int_dtype(BITS, False)), mask=mask)
+    elif TASK.alignment == 2:
+        halves = record.to(tl.pointer_type(tl.uint16))
+        second = mask & (2 * pair + 1 < REGION.size)
+        tl.store(halves + 2 * pair, values.to(tl.uint16), mask=mask)
+        tl.store(halves + 2 * pair + 1, (values >> 16).to(tl.uint16), mask=second)
     else:
-        if TASK.wide_stores:
-            tl.store((record.to(tl.pointer_type(tl.int32)) + pair), values, mask=mask)
-        else:
-            halves = record.to(tl.pointer_type(tl.uint16))
-            tl.store(halves + 2 * pair, values.to(tl.uint16), mask=mask)
-            second = mask & (2 * pair + 1 < REGION.size)
-            tl.store(halves + 2 * pair + 1, (values >> 16).to(tl.uint16), mask=second)
+        second = mask & (2 * pair + 1 < REGION.size)
+        for byte in tl.static_range(tl.constexpr(REGION.pair_bytes)):
+            part = (values >> (8 * byte)).to(tl.uint8)
+            tl.store(
+                record + REGION.pair_bytes * pair + byte, part, mask=mask if 2 * byte < REGION.pair_bytes else second
+            )
 
 
 @triton.jit

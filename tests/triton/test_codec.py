@@ -54,7 +54,7 @@ def apply(function: str, x: torch.Tensor, out_dtype: torch.dtype, block: int = 1
 
 
 def hard_values(values: torch.Tensor) -> torch.Tensor:
-    """A code's values, the ties between them, their neighbours by one fp32 ulp, tiny and huge numbers, of both signs."""
+    """A code's values, the ties between them, neighbours by one fp32 ulp, tiny and huge numbers; of both signs."""
     ordered = values.unique()
     centres = torch.cat((ordered, (ordered[1:] + ordered[:-1]) / 2))
     up, down = centres.nextafter(torch.tensor(torch.inf)), centres.nextafter(torch.tensor(-torch.inf))
@@ -121,7 +121,7 @@ def test_a_tasks_constants_are_its_formats(format: Format) -> None:
     layout = contiguous_layout(format, d, 4, 8)
     paths = codec.paths_of(devices.TARGETS["hopper"])
     spec = StoreSpec(torch.device("cpu"), format, d, torch.bfloat16, layout, nonfinite="sanitize", compress_ratio=2)
-    task = latents.store_task(spec, paths, True, True)
+    task = latents.store_task(spec, paths, True, 0)
     top = numerics.float_bits(format.element.max)
     assert (task.top_exponent + 127) << 23 | task.top_mantissa == top
     assert task.limit == numerics.float_bits(format.finite_limit)
@@ -129,7 +129,7 @@ def test_a_tasks_constants_are_its_formats(format: Format) -> None:
     assert (task.pad_scales, task.num_scales) == (format.scale_padding, format.num_groups(d))
     assert (task.sanitize, task.compress_ratio) == (True, 2)
     bytes_per = format.cache_dtype.itemsize
-    read = latents.load_task(LoadSpec(torch.device("cpu"), format, d, torch.float16, layout), paths, True, True)
+    read = latents.load_task(LoadSpec(torch.device("cpu"), format, d, torch.float16, layout), paths, 0, True)
     for found in (task, read):
         assert found.block_size == layout.block_size
         assert found.value_stride == layout.value_stride * bytes_per
