@@ -78,8 +78,8 @@ class StoreLaunch(_Launch):
         cache_scale: torch.Tensor | None,
         config: LaunchConfig | None = None,
     ) -> None:
-        if not self.num_slots:
-            return
+        if not self.num_slots or (cos_sin is not None and not cos_sin.shape[0]):
+            return  # no slot, or no position, is in range
         tokens = slots.shape[0]
         row_stride = latent.stride(0) if tokens > 1 else self.dim
         aligned = (not latent.data_ptr() & self.pair_mask and not row_stride & 1, cache.data_ptr() & 3)

@@ -309,7 +309,6 @@ def store_kernel(
             stored = stored & (position < max_position)
             position = tl.minimum(tl.maximum(position, 0), max_position - 1)
             at = (position // TASK.compress_ratio * TASK.compress_ratio) * table_stride
-            read = read & (max_position > 0)
     slot = tl.where(stored, slot, 0)
     page = cache.to(tl.pointer_type(tl.uint8)) + slot // TASK.block_size * block_stride
     place = slot % TASK.block_size
