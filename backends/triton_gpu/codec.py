@@ -411,17 +411,7 @@ def decode_e4m3_pair(values, PATHS: tl.constexpr):
         x = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         return x, ((both >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        return decode_e4m3_byte(values & 0xFF, PATHS), decode_e4m3_byte((values >> 8) & 0xFF, PATHS)
-
-
-@triton.jit
-def decode_e4m3_byte(byte, PATHS: tl.constexpr):
-    """E4M3 bytes to fp32. "e4b15" reads them as the same code with a bias of 15, which is the value times 2**-8."""
-    if PATHS.e4m3 == "e4b15":
-        value = byte.to(tl.uint8).to(tl.float8e4b15, bitcast=True).to(tl.float16).to(tl.float32) * 256.0
-        return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
-    else:
-        return decode_e4m3(byte)
+        return decode_e4m3(values & 0xFF), decode_e4m3((values >> 8) & 0xFF)
 
 
 @triton.jit

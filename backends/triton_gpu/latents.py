@@ -29,6 +29,7 @@ class _Launch:
     """What every launch for one spec has in common."""
 
     def __init__(self, spec: Spec, element_size: int) -> None:
+        self.spec = spec
         self.paths = paths_of(devices.target_of(spec.device))
         self.compute_units = devices.describe(spec.device).compute_units
         self.num_slots = spec.layout.num_slots
@@ -45,11 +46,8 @@ class _Launch:
         bucket = (tokens - 1).bit_length()
         found = self.configs.get(bucket)
         if found is None:
-            found = self.configs[bucket] = self.default_config(1 << bucket)
+            found = self.configs[bucket] = default_config(self.spec, 1 << bucket, self.compute_units)
         return found
-
-    def default_config(self, token_bucket: int) -> LaunchConfig:
-        raise NotImplementedError
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device: make it the tensors'."""
@@ -61,12 +59,10 @@ class _Launch:
 class StoreLaunch(_Launch):
     """Quantizes rows and scatters them. See :func:`mxkv.store`."""
 
+    spec: StoreSpec
+
     def __init__(self, spec: StoreSpec) -> None:
         super().__init__(spec, spec.latent_dtype.itemsize)
-        self.spec = spec
-
-    def default_config(self, token_bucket: int) -> LaunchConfig:
-        return default_config(self.spec, token_bucket, self.compute_units)
 
     def __call__(
         self,
@@ -103,12 +99,10 @@ class StoreLaunch(_Launch):
 class LoadLaunch(_Launch):
     """Gathers rows and dequantizes them. See :func:`mxkv.load`."""
 
+    spec: LoadSpec
+
     def __init__(self, spec: LoadSpec) -> None:
         super().__init__(spec, spec.out_dtype.itemsize)
-        self.spec = spec
-
-    def default_config(self, token_bucket: int) -> LaunchConfig:
-        return default_config(self.spec, token_bucket, self.compute_units)
 
     def __call__(
         self,
