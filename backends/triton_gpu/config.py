@@ -20,6 +20,9 @@ class LaunchConfig:
     num_warps: int
 
 
+_MOST_TOKENS = 8  # narrow rows are mostly padding and RoPE: with more of them a program's registers spill
+
+
 def default_config(spec: Spec, token_bucket: int, compute_units: int) -> LaunchConfig:
     """A configuration that is good without tuning.
 
@@ -31,7 +34,7 @@ def default_config(spec: Spec, token_bucket: int, compute_units: int) -> LaunchC
         token_bucket: Its tokens, rounded up to a power of two.
         compute_units: Of the device.
     """
-    most = max(1, 2048 // max(spec.latent_dim, 1))
+    most = max(1, min(2048 // max(spec.latent_dim, 1), _MOST_TOKENS))
     block_tokens = 1
     while 2 * block_tokens <= most and token_bucket // (2 * block_tokens) >= 4 * compute_units:
         block_tokens *= 2
