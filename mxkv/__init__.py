@@ -1,4 +1,4 @@
-"""mxkv: an LLM's KV cache in 3 to 8 bits a value, and attention straight from the packed bytes."""
+"""mxkv: an LLM's KV cache in 4 to 8 bits a value."""
 
 from __future__ import annotations
 

@@ -35,6 +35,8 @@ def store_spec(
     latent_dim = int(latent.shape[1])
     _check_index("slots", slots)
     _check_same_device(cache, latent=latent, slots=slots, positions=positions, cos_sin=cos_sin, cache_scale=cache_scale)
+    if positions is not None:
+        _check_index("positions", positions)
     check_counts(latent, slots, positions)
     fmt = _format_of(cache, format, latent_dim)
     layout = layout_of(cache, fmt, latent_dim)
@@ -45,8 +47,6 @@ def store_spec(
         raise ValueError(f"compress_ratio must be 1 or 2, got {compress_ratio}")
     if compress_ratio != 1 and positions is None:
         raise ValueError(f"compress_ratio {compress_ratio} stores by position: expected positions, got None")
-    if positions is not None:
-        _check_index("positions", positions)
     if cos_sin is not None:
         if positions is None:
             raise ValueError("cos_sin is looked up by position: expected positions, got None")

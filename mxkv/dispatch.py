@@ -73,6 +73,8 @@ def get_backend(name: str) -> Backend:
 def use_backend(name: str) -> Iterator[None]:
     """Run every call inside a ``with`` block on one backend, unless the call names another.
 
+    The block counts for the thread that entered it. A compiled function may run inside it; it does not compile with it.
+
     Args:
         name: A backend's name. It runs the call or raises with the reason; it never falls back.
 
@@ -138,8 +140,9 @@ def explain_spec(spec: Spec, backend: str | None = None) -> Explanation:
     if forced is not None:
         get_backend(forced)
     candidates = [name for name, found in verdicts.items() if found.ok and forced in (None, name)]
+    named = devices.forced_target()  # raises where MXKV_TARGET names none
     try:
-        target = devices.target_of(spec.device).name
+        target = (named or devices.describe(spec.device).target).name
     except ValueError:
         target = "unknown"
     return Explanation(spec, target, candidates[0] if candidates else None, verdicts, forced)
@@ -177,6 +180,8 @@ def _warn_slower(chosen: Backend, found: Explanation) -> None:
 
 def plan(spec: Spec, backend: str | None = None) -> Callable[..., None]:
     """A callable that runs one kind of call, bound to its backend; for hot loops that check their own arguments.
+
+    For compiled functions :func:`mxkv.store` and :func:`mxkv.load` are the ones to use: they are operators.
 
     It takes a backend function's arguments (:class:`mxkv.contracts.StoreFunction`, ``LoadFunction``) without the spec.
 

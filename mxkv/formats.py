@@ -13,6 +13,7 @@ import enum
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -52,6 +53,9 @@ class Placement(enum.Enum):
     NONE = "none"  # the cache holds no scales: plain rows
 
 
+_ROWS: dict[str, Format] = {}  # filled once, below; FORMATS is its read-only face
+
+
 @dataclasses.dataclass(frozen=True)
 class Format:
     """One record layout.
@@ -80,10 +84,18 @@ class Format:
     scale_padding: int = 0
     amax_floor: float = 0.0
     only_dim: int | None = None
+    spec: str = dataclasses.field(init=False, repr=False, compare=False)
+    """The format as one string that :func:`parse_format` reads back: its name where that names this very format."""
 
     def __post_init__(self) -> None:
+        self._check_types()
+        # Made here, not when first asked for: torch.compile traces no lazily made attribute.
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        named = _ROWS.get(self.name) == self
+        spec = ";".join(f"{k}={v.value if isinstance(v, enum.Enum) else v}" for k, v in values.items())
+        object.__setattr__(self, "spec", self.name if named else spec)
         grouped = self.scale in (Scale.E8M0, Scale.E4M3)
-        if not self.name or any(c in self.name for c in ";= \n"):
+        if not self.name or any(c in ";=" or c.isspace() for c in self.name):
             raise ValueError(f"a format's name must be non-empty without ';', '=' or blanks, got {self.name!r}")
         if grouped == (self.placement is Placement.NONE):
             raise ValueError(
@@ -106,13 +118,25 @@ class Format:
             raise ValueError(f"format {self.name!r}: group must be a positive even number, got {self.group}")
         if not grouped and (self.group != 1 or self.tail or self.scale_padding or self.amax_floor):
             raise ValueError(f"format {self.name!r}: group, tail, scale_padding and amax_floor belong to group scales")
-        if self.tail < 0 or self.tail % 2 or self.scale_padding < 0 or self.amax_floor < 0:
+        floor_fits = 0 <= self.amax_floor <= self.finite_limit
+        if self.tail < 0 or self.tail % 2 or self.scale_padding < 0 or not floor_fits:
             raise ValueError(
-                f"format {self.name!r}: tail must be even, and tail, scale_padding and amax_floor at least 0; "
-                f"got {self.tail}, {self.scale_padding}, {self.amax_floor}"
+                f"format {self.name!r}: tail must be even, and tail, scale_padding and amax_floor at least 0, and amax_floor "
+                f"finite; got {self.tail}, {self.scale_padding}, {self.amax_floor}"
             )
         if self.only_dim is not None:
             self.check_dim(self.only_dim)
+
+    def _check_types(self) -> None:
+        kinds: dict[str, Any] = {
+            "name": str, "element": Element, "scale": Scale, "group": int, "placement": Placement,
+            "tail": int, "scale_padding": int, "amax_floor": (int, float), "only_dim": (int, type(None)),
+        }  # fmt: skip
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+                raise TypeError(f"a format's {name} must be of type {expected}, got {value!r}")
 
     @property
     def grouped(self) -> bool:
@@ -144,7 +168,7 @@ class Format:
         """Raise ValueError where ``latent_dim`` does not fit the format."""
         if self.accepts_dim(latent_dim):
             return
-        if self.only_dim is not None:
+        if self.only_dim is not None and latent_dim != self.only_dim:
             raise ValueError(f"format {self.name!r} is defined for latent_dim {self.only_dim} only, got {latent_dim}")
         tail = f" after the last {self.tail} values" if self.tail else ""
         raise ValueError(
@@ -198,17 +222,12 @@ class Format:
         dim = total // per_group * self.group + self.tail
         return [dim] if self.accepts_dim(dim) else []
 
-    @functools.cached_property
-    def spec(self) -> str:
-        """The format as one string that :func:`parse_format` reads back: its name where that names this very format."""
-        if FORMATS.get(self.name) == self:
-            return self.name
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return ";".join(f"{k}={v.value if isinstance(v, enum.Enum) else v}" for k, v in fields.items())
-
 
 def _table(*rows: Format) -> Mapping[str, Format]:
-    return MappingProxyType({row.name: row for row in rows})
+    for row in rows:
+        _ROWS[row.name] = row
+        object.__setattr__(row, "spec", row.name)
+    return MappingProxyType(_ROWS)
 
 
 _E4M3_FLOOR = 1e-4

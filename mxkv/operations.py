@@ -66,13 +66,13 @@ def store(
         cache: ``[num_blocks, block_size, record width]`` of the format's dtype; the blocks may stand apart. Formats
             that keep no scales at the end of a page also take ``[num_slots, record width]``, and, with ``format=``,
             any contiguous tensor that can be viewed so.
-        latent: ``[tokens, latent_dim]`` bf16, fp16 or fp32, of any row stride.
+        latent: ``[tokens, latent_dim]`` bf16, fp16 or fp32, of any row stride. It shares no memory with the cache.
         slots: ``[<= tokens]`` int32 or int64, of any stride. Slot ``s`` is position ``s % block_size`` of block
             ``s // block_size``. A negative slot, and one past the end, stores nothing. If shorter than ``latent``,
             only its tokens are stored. Of equal slots the last wins on the torch backend; on a GPU backend that record
             is unspecified.
         format: A format's name or a format; inferred from the cache's dtype and width and the latent's width if None.
-        positions: ``[>= slots]`` int32 or int64: the tokens' positions.
+        positions: ``[>= slots]`` int32 or int64: the tokens' positions. A token of negative position is not stored.
         cos_sin: ``[max_pos, 64]`` of a floating-point dtype, 32 cosines then 32 sines: rotate the last 64 values of
             each row in adjacent pairs before quantizing. A token whose position is outside [0, max_pos) is not stored.
         compress_ratio: 1 or 2. A token is stored only if ``(position + 1) % compress_ratio == 0``, rotated by the
@@ -126,7 +126,8 @@ def load(
         latent_dim: Values of a row; taken from the cache's width (or ``out``) if None.
         dtype: bf16 (the default), fp16 or fp32; finite values saturate at its largest.
         cache_scale: The per-tensor scale of ``fp8`` caches.
-        out: ``[n, latent_dim]`` of any row stride to write into; its dtype is the rows' dtype.
+        out: ``[n, latent_dim]`` of any row stride to write into; its dtype is the rows' dtype. It shares no memory with
+            the cache.
         backend: As in :func:`store`.
 
     Returns:
@@ -214,7 +215,7 @@ def _scale_tensor(cache_scale: torch.Tensor | float | None, cache: torch.Tensor)
         return cache_scale
     if isinstance(cache_scale, bool) or not isinstance(cache_scale, (int, float)):
         raise TypeError(f"cache_scale must be a number or a tensor of one, got {type(cache_scale).__name__}")
-    return torch.full((), float(cache_scale), device=cache.device)
+    return torch.full((), float(cache_scale), dtype=torch.float32, device=cache.device)
 
 
 def _check_types(**arguments: tuple[Any, Any]) -> None:

@@ -227,6 +227,9 @@ def test_unknown_target_in_the_environment(fresh_settings: pytest.MonkeyPatch) -
     settings.reload()
     with pytest.raises(ValueError, match=r"hoper.*hopper"):
         devices.target_of(CPU)
+    for call in (store_one, lambda: mxkv.explain("store")):
+        with pytest.raises(ValueError, match=r"MXKV_TARGET.*hoper.*hopper"):
+            call()
 
 
 def test_target_in_the_environment(fresh_settings: pytest.MonkeyPatch) -> None:

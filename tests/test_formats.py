@@ -208,3 +208,26 @@ def test_layout_of_a_padded_pool_keeps_the_offsets_inside_a_page(format: Format)
     cache = torch.zeros(3 * stride, dtype=format.cache_dtype).as_strided((3, 4, width), (stride, width, 1))
     padded, plain = layout_of(cache, format, d), contiguous_layout(format, d, 3, 4)
     assert padded == dataclasses.replace(plain, block_stride=stride)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"element": "e2m1"}, "element must be of type Element, got 'e2m1'"),
+        ({"scale": "e8m0"}, "scale must be of type Scale"),
+        ({"placement": "inline"}, "placement must be of type Placement"),
+        ({"group": 32.0}, "group must be of type int, got 32.0"),
+        ({"scale_padding": 1.0}, "scale_padding must be of type int"),
+        ({"tail": True}, "tail must be of type int, got True"),
+        ({"name": 3}, "name must be of type str, got 3"),
+    ],
+)
+def test_fields_of_a_wrong_type(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        dataclasses.replace(mxkv.FORMATS["mxfp4"], **fields)
+
+
+@pytest.mark.parametrize("floor", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_floor_must_be_a_finite_magnitude(floor: float) -> None:
+    with pytest.raises(ValueError, match="amax_floor"):
+        dataclasses.replace(mxkv.FORMATS["mxfp4"], amax_floor=floor)

@@ -343,3 +343,14 @@ def test_odd_groups(ops: Ops, group: int) -> None:
         assert found.verdicts[ops.backend].reasons
         return
     check_against_reference(ops, format, messy_rows(5, group * 4, seed=group))
+
+
+@pytest.mark.parametrize("placement", [Placement.INLINE, Placement.PAGE])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_tail_at_an_odd_byte(ops: Ops, placement: Placement, count: int) -> None:
+    """Records of odd size whose bf16 tail starts at an odd byte; one row alone too, which is contiguous as is."""
+    format = Format("odd", Element.E2M1, Scale.E8M0, 2, placement, tail=2)
+    cache, rows = ops.empty(format, 3, 4, 4), torch.tensor([[6.0, -3.0, 1.5, -0.25]] * count)
+    slots = ops.slots(*range(5, 5 + count))
+    ops.store(cache, rows.to(ops.device), slots, format=format)
+    assert torch.equal(ops.load(cache, slots, format=format, latent_dim=4, dtype=torch.float32).cpu(), rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mxkv
-from mxkv import Format
+from mxkv import Format, paging
 from tests import reference
 from tests.support import (
     BUILTIN,
@@ -298,3 +298,42 @@ def test_operators_by_their_torch_names(ops: Ops) -> None:
     out = torch.empty(3, 64, device=ops.device)
     torch.ops.mxkv.load_out(cache, slots, out, backend=ops.backend)
     assert_same_rows(out, ops.load(want, slots, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_format_first_met_inside_a_compiled_function(ops: Ops, fullgraph: bool) -> None:
+    """Nothing of it has been asked for before; fp8 rounds twice, and a compiler would round once."""
+    format = mxkv.Format(f"cold-{fullgraph}", mxkv.Element.E4M3, mxkv.Scale.TENSOR)
+    cache, want = (ops.empty(mxkv.FORMATS["fp8"], 4, 16, 512) for _ in range(2))
+    rows, slots = (torch.randn(64, 512) * 3).to(ops.device), torch.arange(64, device=ops.device)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda c, x, s: mxkv.store(c, x, s, format=format, backend=ops.backend), fullgraph=fullgraph
+    )
+    compiled(cache, rows, slots)
+    mxkv.store(want, rows, slots, format="fp8", backend=ops.backend)
+    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_a_plan_inside_a_compiled_function_is_not_compiled() -> None:
+    cache = mxkv.empty_cache("fp8", 4, 16, 512)
+    want = cache.clone()
+    rows, slots = torch.randn(64, 512) * 3, torch.arange(64)
+    layout = paging.layout_of(cache, mxkv.FORMATS["fp8"], 512)
+    plan = mxkv.plan(mxkv.explain("store", format="fp8", dtype=torch.float32, layout=layout).spec, "torch")
+    torch.compiler.reset()
+    torch.compile(lambda c, x, s: plan(c, x, s, None, None, None))(cache, rows, slots)
+    mxkv.store(want, rows, slots, backend="torch")
+    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_a_number_as_scale_under_another_default_dtype() -> None:
+    cache, want = (mxkv.empty_cache("fp8", 1, 4, 64) for _ in range(2))
+    rows, slots = torch.ones(1, 64), torch.zeros(1, dtype=torch.int64)
+    mxkv.store(want, rows, slots, cache_scale=0.5)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        mxkv.store(cache, rows, slots, cache_scale=0.5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))

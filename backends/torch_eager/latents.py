@@ -6,6 +6,11 @@ selection of rows synchronises, so that these cannot be captured in a CUDA graph
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from mxkv import numerics
@@ -16,6 +21,26 @@ from mxkv.paging import PageLayout, scale_rows, value_rows
 _CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 
 
+def never_compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Keep torch.compile out of a function: a compiler drops roundings that the bytes depend on.
+
+    Calls through the operators are never traced; this is for those that get here by another way. (Where nobody uses the
+    compiler, torch.compiler.disable alone would import it, which takes a second.)
+    """
+    shielded: list[Callable[..., None]] = []
+
+    @functools.wraps(function)
+    def run(*args: Any) -> None:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if not shielded:
+            shielded.append(torch.compiler.disable(function))
+        return shielded[0](*args)
+
+    return run
+
+
+@never_compiled
 def store(
     spec: StoreSpec,
     cache: torch.Tensor,
@@ -50,6 +75,7 @@ def store(
             _scatter(scale_rows(cache, spec.layout, scales.shape[1]), spec.layout, slots[chunk], scales)
 
 
+@never_compiled
 def load(
     spec: LoadSpec,
     cache: torch.Tensor,
@@ -78,7 +104,12 @@ def load(
         rows = decode(values, scales, spec.format, cache_scale)
         rows = saturate(rows, out.dtype, keep_infinite=spec.format.element is Element.BF16)
         if spec.format.tail:  # the tail is bf16: its infinities are the row's own
-            tail = values[:, -2 * spec.format.tail :].contiguous().view(torch.bfloat16).to(torch.float32)
+            tail = (
+                values[:, -2 * spec.format.tail :]
+                .clone(memory_format=torch.contiguous_format)
+                .view(torch.bfloat16)
+                .to(torch.float32)
+            )
             rows[:, -spec.format.tail :] = saturate(tail, out.dtype, keep_infinite=True)
         out[here] = torch.where(valid[here, None], rows, 0.0).to(out.dtype)
 

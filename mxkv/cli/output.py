@@ -33,6 +33,10 @@ def all_devices() -> list[torch.device]:
 def checked_backend(name: str | None) -> str | None:
     """A ``--backend`` option's value; typer reports an unknown one."""
     try:
+        devices.forced_target()
+    except ValueError as error:  # of the environment, not of the option
+        raise fail(str(error), 2) from None
+    try:
         return None if name is None else dispatch.get_backend(name).name
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--backend") from None
