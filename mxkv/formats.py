@@ -121,8 +121,8 @@ class Format:
         floor_fits = 0 <= self.amax_floor <= self.finite_limit
         if self.tail < 0 or self.tail % 2 or self.scale_padding < 0 or not floor_fits:
             raise ValueError(
-                f"format {self.name!r}: tail must be even; tail, scale_padding and amax_floor must be finite and at least "
-                f"0, got {self.tail}, {self.scale_padding}, {self.amax_floor}"
+                f"format {self.name!r}: tail must be even; tail, scale_padding and amax_floor must be finite and "
+                f"at least 0, got {self.tail}, {self.scale_padding}, {self.amax_floor}"
             )
         if self.only_dim is not None:
             self.check_dim(self.only_dim)
