@@ -120,6 +120,29 @@ class LoadFunction(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Tunable:
+    """What may be chosen about how a backend launches one kind of call. Any choice gives the same bytes.
+
+    Attributes:
+        config: The type of a choice: a frozen dataclass of numbers and strings.
+        space: Every choice, in order of preference where two are equally fast; each default is among them.
+        default: The choice where nothing was tuned, from the call's sizes, each rounded up to its bucket.
+        sizes: The names of those sizes: what of a call's shapes decides how it is best launched.
+        target: The name of the target whose code is compiled.
+        source: A hash of the kernel's source and of what it calls.
+        compiler: What compiles it, with its version.
+    """
+
+    config: type
+    space: tuple[Any, ...]
+    default: Callable[..., Any]
+    sizes: tuple[str, ...] = ("tokens",)
+    target: str = ""
+    source: str = ""
+    compiler: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Backend:
     """One way to run the operations.
 
@@ -131,7 +154,9 @@ class Backend:
         supports: Whether it can run one call on a device where ``probe`` said yes.
         load: Imports and returns its operations: an object with a function for each of them. Where it also has
             ``prepare(spec)``, that is asked once for each kind of call, and returns what runs it: a callable that takes
-            the operation's arguments without the spec.
+            the operation's arguments without the spec. With ``tunable(spec)`` too, what ``prepare`` returns also takes
+            ``config=``, one of the tunable's space, and ``compile(spec, config)``, if it exists, compiles without
+            launching.
         operations: Names of the operations that it has.
         slower: Whether taking it on a GPU costs speed, so that the automatic choice says it did.
     """
