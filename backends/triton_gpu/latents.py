@@ -9,24 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from mxkv import devices, numerics, settings
+from mxkv import devices, settings
 from mxkv.autotune_cache.choice import Choice
-from mxkv.backends.triton_gpu.codec import Paths, paths_of
+from mxkv.backends.triton_gpu.codec import paths_of
 from mxkv.backends.triton_gpu.config import LaunchConfig, configurations, default_config
 from mxkv.backends.triton_gpu.launch import Launcher
 from mxkv.backends.triton_gpu.load import LoadTask, load_kernel
-from mxkv.backends.triton_gpu.regions import Region, regions_of
 from mxkv.backends.triton_gpu.store import StoreTask, store_kernel
+from mxkv.backends.triton_gpu.tasks import load_task, programs, store_task
 from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec, Tunable
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NO_GUARD = contextlib.nullcontext()
 NAME = "triton"  # the backend's, in its keys
 
@@ -98,7 +96,7 @@ class StoreLaunch(_Launch):
         row_stride = latent.stride(0) if tokens > 1 else self.dim
         cache_at, latent_at = cache.data_ptr() & _POINTER_MASK, latent.data_ptr() & _POINTER_MASK
         slot_kind, position_kind = _kind(slots), _kind(positions)
-        task = self.task(cache_at, latent_at, row_stride)
+        task = self.task(cache_at, latent_at, row_stride, config)
         key = (
             config.block_tokens, config.num_warps, task, cache_at, latent_at, row_stride, tokens > _MOST_INT32,
             slot_kind, position_kind, None if cos_sin is None else (_kind(cos_sin), max_position > _MOST_INT32),
@@ -106,23 +104,23 @@ class StoreLaunch(_Launch):
         )  # fmt: skip
         with self.guard():
             self.launcher(
-                key, _programs(tokens, config.block_tokens, task.share), config.num_warps,
+                key, programs(tokens, config.block_tokens, task.share), config.num_warps,
                 cache, latent, slots, positions, cos_sin, cache_scale,
                 tokens, self.num_slots, max_position, self.block_stride, row_stride, slot_kind[1], position_kind[1],
                 table_stride, task, config.block_tokens,
             )  # fmt: skip
 
-    def task(self, cache_at: int, latent_at: int, row_stride: int) -> StoreTask:
+    def task(self, cache_at: int, latent_at: int, row_stride: int, config: LaunchConfig) -> StoreTask:
         """The kernel's constants for tensors at addresses of which only the last bits are given."""
         if not latent_at and not row_stride % _STRIDE_STEP:
             row_alignment = _POINTER_MASK + 1
         else:
             pair = not latent_at & self.pair_mask and not row_stride & 1
             row_alignment = (self.pair_mask + 1) >> (not pair)
-        aligned = (row_alignment, cache_at & 3)
-        found = self.tasks.get(aligned)
+        kind = (row_alignment, cache_at & 3, config.num_warps == 1)
+        found = self.tasks.get(kind)
         if found is None:
-            found = self.tasks[aligned] = store_task(self.spec, self.paths, *aligned)
+            found = self.tasks[kind] = store_task(self.spec, self.paths, *kind)
         return found
 
     def compile(self, config: LaunchConfig) -> None:
@@ -137,7 +135,7 @@ class StoreLaunch(_Launch):
                 bytes, rows, indices, indices if positioned else None, floats if rotate else None,
                 floats if self.spec.scaled else None,
                 1, self.num_slots, _ANY_COUNT if rotate else 0, self.block_stride, self.dim, 1, int(positioned),
-                ROPE_DIM if rotate else 0, self.task(0, 0, self.dim), config.block_tokens,
+                ROPE_DIM if rotate else 0, self.task(0, 0, self.dim, config), config.block_tokens,
                 grid=(1,), num_warps=config.num_warps, enable_fp_fusion=False,
             )  # fmt: skip
 
@@ -230,7 +228,7 @@ def compile(spec: Spec, config: LaunchConfig) -> None:
 def _source() -> str:
     """A hash of the kernels and of what they call."""
     folder = Path(__file__).parent
-    sources = ("codec.py", "load.py", "regions.py", "store.py")
+    sources = ("addressing.py", "codec.py", "load.py", "regions.py", "store.py", "tasks.py")
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in sources)).hexdigest()[:16]
 
 
@@ -244,89 +242,3 @@ def load(spec: LoadSpec, *tensors: torch.Tensor | None, config: LaunchConfig | N
     """Gather rows and dequantize them, with a launch configuration of the caller's."""
     run: Any = prepare(spec)
     run(*tensors, config=config)
-
-
-def store_task(spec: StoreSpec, paths: Paths, row_alignment: int, address: int) -> StoreTask:
-    """A store kernel's constants.
-
-    Args:
-        spec: The call.
-        paths: The target's instructions (:func:`paths_of`).
-        row_alignment: Bytes to which the rows are known to be aligned: 16, a pair's or an element's.
-        address: Of the cache, or its last two bits.
-    """
-    format, dim = spec.format, spec.latent_dim
-    regions = regions_of(format, dim, dim - ROPE_DIM if spec.rotate else dim)
-    top = numerics.float_bits(format.element.max)
-    return StoreTask(
-        regions=regions,
-        share=_share(regions),
-        dim=dim,
-        dtype=_DTYPES[spec.latent_dtype],
-        **_places(spec),
-        row_alignment=row_alignment,
-        alignment=_alignment(spec, address),
-        limit=numerics.float_bits(format.finite_limit),
-        top_exponent=(top >> numerics.EXPONENT_SHIFT) - 127,
-        top_mantissa=top & numerics.MANTISSA_MASK,
-        element_max=format.element.max,
-        amax_floor=format.amax_floor,
-        pad_scales=format.scale_padding,
-        sanitize=spec.nonfinite == "sanitize",
-        compress_ratio=spec.compress_ratio,
-        paths=paths,
-    )
-
-
-def _programs(tokens: int, block_tokens: int, share: int) -> int:
-    """How many programs a store takes."""
-    if not share:
-        return -(-tokens // block_tokens)
-    return -(-tokens // (block_tokens * share)) * (share + 1)
-
-
-def _share(regions: tuple[Region, ...]) -> int:
-    """How many programs take the first region for each that takes the others; 0 where there is one region.
-
-    As many as fit the others' tile into the first one's, but not so many that such a program has too few registers;
-    the limit is what was fastest on an H200.
-    """
-    if len(regions) < 2:
-        return 0
-    first, *others = (region.groups_padded * region.pairs_padded for region in regions)
-    return max(1, min(first // sum(others), 4 // regions[0].pair_bytes))
-
-
-def load_task(spec: LoadSpec, paths: Paths, address: int, rows_aligned: bool) -> LoadTask:
-    """A load kernel's constants; see :func:`store_task`. ``rows_aligned``: whether each row starts at a pair."""
-    dim = spec.latent_dim
-    return LoadTask(
-        regions=regions_of(spec.format, dim, dim),
-        dim=dim,
-        dtype=_DTYPES[spec.out_dtype],
-        dtype_max=torch.finfo(spec.out_dtype).max,
-        **_places(spec),
-        alignment=_alignment(spec, address),
-        wide_stores=rows_aligned and dim % 2 == 0,
-        paths=paths,
-    )
-
-
-def _places(spec: StoreSpec | LoadSpec) -> dict[str, int]:
-    """The page layout in bytes, less what is passed at run time."""
-    layout, size = spec.layout, spec.format.cache_dtype.itemsize
-    return {
-        "block_size": layout.block_size,
-        "value_stride": layout.value_stride * size,
-        "scale_offset": layout.scale_offset * size,
-        "scale_stride": layout.scale_stride * size,
-    }
-
-
-def _alignment(spec: StoreSpec | LoadSpec, address: int) -> int:
-    """The widest access (1, 2 or 4 bytes) to which every pair of every record is aligned, in a cache at an address."""
-    layout, size = spec.layout, spec.format.cache_dtype.itemsize
-    regions = regions_of(spec.format, spec.latent_dim, spec.latent_dim)
-    widest = 4 if spec.latent_dim % 2 == 0 else size  # the last pair of an odd row has one element only
-    places = (layout.value_stride * size, layout.block_stride * size, *(region.value_offset for region in regions))
-    return math.gcd(widest, address, *places)

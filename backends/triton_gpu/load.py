@@ -161,7 +161,7 @@ def load_kernel(
     written = token < tokens
     slot = tl.load(slots + token * slot_stride, mask=written, other=-1)
     valid = addressing.within(slot, num_slots)
-    page, place = addressing.place_of(addressing.known(slot, valid, num_slots), block_stride, TASK)
+    page, place = addressing.place_of(addressing.clamped(slot, num_slots), block_stride, TASK)
     page = cache.to(tl.pointer_type(tl.uint8)) + page
     values_at = page + place * TASK.value_stride  # [TOKENS]
     scales_at = page + TASK.scale_offset + place * TASK.scale_stride

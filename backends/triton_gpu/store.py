@@ -46,6 +46,7 @@ class StoreTask:
         pad_scales: Zero bytes behind a record's scales.
         sanitize: Whether NaN and infinities are replaced.
         compress_ratio: Tokens whose (position + 1) is a multiple of it are stored.
+        one_warp: Whether a program has one warp.
         paths: The target's instructions.
     """
 
@@ -67,6 +68,7 @@ class StoreTask:
     pad_scales: int
     sanitize: bool
     compress_ratio: int
+    one_warp: bool
     paths: Paths
 
     @property
@@ -294,7 +296,8 @@ def _store_region(
         else:
             values, byte = _encode_group(rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], REGION, TASK)
         scales = scales_at[:, None] + REGION.first_scale + group[None, :]
-        if INDEX > 0:  # few: stored byte by byte they need no exchange between threads, which was faster on an H200
+        if INDEX > 0 and TASK.one_warp:
+            # Few: stored byte by byte they need no exchange between threads, which was faster on an H200.
             scales = tl.max_contiguous(scales, [1, 1])
         tl.store(scales, byte.to(tl.uint8), mask=here)
     else:
@@ -327,11 +330,11 @@ def _store_part(
             read = stored  # half of the rows are not stored: reading them would cost more
         if cos_sin is not None:
             stored = stored & addressing.within(position, max_position)
-            position = addressing.known(position, stored, max_position)
+            position = addressing.clamped(position, max_position)
             at = (position - position % TASK.compress_ratio).to(tl.int64) * table_stride
         else:
             stored = stored & (position >= 0)
-    slot = addressing.known(slot, stored, num_slots)
+    slot = addressing.clamped(slot, num_slots)
     page, place = addressing.place_of(slot, block_stride, TASK)
     page = cache.to(tl.pointer_type(tl.uint8)) + page
     values_at = page + place * TASK.value_stride  # [TOKENS]

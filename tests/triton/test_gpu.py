@@ -236,3 +236,38 @@ def test_one_plan_serves_tensors_of_every_alignment(name: str) -> None:
             out = torch.zeros(tokens * 512 + 16, dtype=torch.bfloat16, device="cuda")[shift : tokens * 512 + shift]
             mxkv.load(cache, indices, format=name, out=out.view(tokens, 512), backend="triton")
             assert torch.equal(out.view(tokens, 512).cpu(), read), (shift, dtype, step)
+
+
+def test_a_call_is_one_launch_and_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of call that was never tuned: one kernel for each call, whatever the tuner could do with it."""
+    from mxkv.backends.triton_gpu.launch import Launcher
+
+    launches: list[int] = []
+    launch = Launcher.__call__
+    monkeypatch.setattr(
+        Launcher, "__call__", lambda self, *arguments: (launches.append(1), launch(self, *arguments))[1]
+    )
+    rows, slots = rows_of(16, 832, torch.bfloat16).cuda(), torch.arange(16, device="cuda")
+    cache = mxkv.empty_cache("mxfp4", 4, 8, 832, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        mxkv.store(cache, rows, slots, backend="triton")
+        mxkv.load(cache, slots, out=rows, format="mxfp4", backend="triton")
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() for _ in range(event.count) if "kernel" in event.key]
+    assert len(launches) == 2
+    assert sorted(kernels) == ["load_kernel", "store_kernel"]
+
+
+def test_tuning_is_refused_under_capture() -> None:
+    rows, slots = rows_of(16, 896, torch.bfloat16).cuda(), torch.arange(16, device="cuda")
+    cache = mxkv.empty_cache("mxfp4", 4, 8, 896, "cuda")
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()), mxkv.tuning():
+        pass
+    with mxkv.tuning(), pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        mxkv.store(cache, rows, slots, backend="triton")
+    torch.cuda.synchronize()
+    mxkv.store(cache, rows, slots, backend="triton")
+    want = mxkv.empty_cache("mxfp4", 4, 8, 896)
+    mxkv.store(want, rows.cpu(), slots.cpu(), backend="torch")
+    assert torch.equal(cache.cpu(), want)
