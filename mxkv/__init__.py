@@ -9,7 +9,7 @@ from mxkv.autotune_cache.snapshots import digest, load_snapshot, snapshot, warmu
 from mxkv.contracts import LoadSpec, StoreSpec, Verdict
 from mxkv.dispatch import plan, use_backend
 from mxkv.formats import FORMATS, Element, Format, Placement, Scale
-from mxkv.operations import empty_cache, explain, load, store
+from mxkv.operations import empty_cache, explain, load, spec, store
 
 if TYPE_CHECKING:
     from mxkv.autotune_cache.tuner import tuning
@@ -33,6 +33,7 @@ __all__ = [
     "load_snapshot",
     "plan",
     "snapshot",
+    "spec",
     "store",
     "tuning",
     "use_backend",

@@ -9,9 +9,9 @@ import torch
 from mxkv import contracts, dispatch
 from mxkv.formats import Format, get_format
 from mxkv.library import load_op, load_out_op, store_op
-from mxkv.paging import contiguous_layout
+from mxkv.paging import contiguous_layout, layout_of
 
-__all__ = ["empty_cache", "explain", "load", "store"]
+__all__ = ["empty_cache", "explain", "load", "spec", "store"]
 
 _TENSOR = (torch.Tensor, type(None))
 _STRING = (str, type(None))
@@ -170,17 +170,17 @@ def _load(
     return out
 
 
-def explain(
+def spec(
     operation: str,
     *,
     device: str | torch.device = "cpu",
     format: str | Format = "mxfp4",
     latent_dim: int = 512,
     dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    cache: torch.Tensor | None = None,
     **fields: Any,
-) -> dispatch.Explanation:
-    """Who would run an operation, and why the other backends would not. Print it.
+) -> contracts.Spec:
+    """The description of a kind of call: what :func:`explain`, :func:`plan` and :func:`warmup` take.
 
     Args:
         operation: "store" or "load".
@@ -188,20 +188,35 @@ def explain(
         format: A format's name, or a format.
         latent_dim: Values of a row.
         dtype: Of the rows.
-        backend: The backend to force, as in a call.
+        cache: A cache whose layout the calls have; pages of 64 slots, one after another, if None.
         **fields: Further fields of the operation's spec (:mod:`mxkv.contracts`), such as ``compress_ratio=2``.
 
     Raises:
         TypeError: The operation's spec has no such field.
-        ValueError: An unknown operation, format or backend, or a latent_dim that does not fit the format.
+        ValueError: An unknown operation or format, a latent_dim that does not fit the format, or such a cache.
     """
-    specs = {spec.operation: spec for spec in (contracts.StoreSpec, contracts.LoadSpec)}
+    specs = {kind.operation: kind for kind in (contracts.StoreSpec, contracts.LoadSpec)}
     if operation not in specs:
         raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join(specs)}")
     fmt = get_format(format)
+    if cache is not None:
+        fields["layout"] = layout_of(cache, fmt, latent_dim)
     layout = fields.pop("layout", None) or contiguous_layout(fmt, latent_dim, num_blocks=1024, block_size=64)
-    spec = specs[operation](dispatch.resolve_device(device), fmt, latent_dim, dtype, layout, **fields)
-    return dispatch.explain_spec(spec, backend)
+    return specs[operation](dispatch.resolve_device(device), fmt, latent_dim, dtype, layout, **fields)
+
+
+def explain(operation: str, *, backend: str | None = None, **arguments: Any) -> dispatch.Explanation:
+    """Who would run an operation, and why the other backends would not. Print it.
+
+    Args:
+        operation: "store" or "load".
+        backend: The backend to force, as in a call.
+        **arguments: Those of :func:`spec`.
+
+    Raises:
+        TypeError, ValueError: As :func:`spec`; or an unknown backend.
+    """
+    return dispatch.explain_spec(spec(operation, **arguments), backend)
 
 
 def _spec_of(format: str | Format | None) -> str | None:
