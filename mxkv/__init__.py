@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from mxkv.contracts import LoadSpec, StoreSpec, Verdict
+from mxkv.contracts import AttendSpec, LoadSpec, StoreSpec, Verdict
 from mxkv.dispatch import plan, use_backend
 from mxkv.formats import FORMATS, Element, Format, Placement, Scale
-from mxkv.operations import empty_cache, explain, load, store
+from mxkv.operations import attend, attend_workspace_bytes, empty_cache, explain, load, merge_partials, store
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FORMATS",
+    "AttendSpec",
     "Element",
     "Format",
     "LoadSpec",
@@ -18,9 +19,12 @@ __all__ = [
     "Scale",
     "StoreSpec",
     "Verdict",
+    "attend",
+    "attend_workspace_bytes",
     "empty_cache",
     "explain",
     "load",
+    "merge_partials",
     "plan",
     "store",
     "use_backend",
