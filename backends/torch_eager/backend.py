@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ def supports(spec: Spec) -> Verdict:
 
 
 def load() -> Any:
-    from mxkv.backends.torch_eager import latents
+    from mxkv.backends.torch_eager import attention, latents
 
-    return latents
+    return types.SimpleNamespace(store=latents.store, load=latents.load, attend=attention.attend)
 
 
 BACKEND = Backend(
@@ -32,6 +33,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load"}),
+    operations=frozenset({"store", "load", "attend"}),
     slower=True,
 )
