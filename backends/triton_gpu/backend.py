@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import types
 from typing import Any
 
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import ROPE_DIM, YES, Backend, Spec, StoreSpec, Verdict
+from mxkv.contracts import ROPE_DIM, YES, AttendSpec, Backend, Spec, StoreSpec, Verdict
 
 _OLDEST_CAPABILITY = 80
 
@@ -30,15 +31,23 @@ def probe(device: torch.device) -> Verdict:
 
 
 def supports(spec: Spec) -> Verdict:
+    if isinstance(spec, AttendSpec):
+        from mxkv.backends.triton_gpu import attention  # asked only where Triton is installed
+
+        return attention.supports(spec)
     if isinstance(spec, StoreSpec) and spec.rotate and (spec.latent_dim - ROPE_DIM) % 2:
         return Verdict((f"it rotates pairs of even and odd elements, and latent_dim {spec.latent_dim} is odd",))
     return YES
 
 
 def load() -> Any:
-    from mxkv.backends.triton_gpu import latents
+    return types.SimpleNamespace(prepare=_prepare)
 
-    return latents
+
+def _prepare(spec: Spec) -> Any:
+    from mxkv.backends.triton_gpu import attention, latents
+
+    return attention.prepare(spec) if isinstance(spec, AttendSpec) else latents.prepare(spec)
 
 
 BACKEND = Backend(
@@ -48,5 +57,5 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load"}),
+    operations=frozenset({"store", "load", "attend"}),
 )
