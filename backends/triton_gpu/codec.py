@@ -580,9 +580,8 @@ def _for_words(of_groups, words):
     """A number of each group [rows, groups], for each of its words [rows, n]."""
     ROWS: tl.constexpr = words.shape[0]
     GROUPS: tl.constexpr = of_groups.shape[1]
-    WORDS: tl.constexpr = words.shape[1]
-    EACH: tl.constexpr = WORDS // GROUPS
-    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], [ROWS, GROUPS, EACH]), [ROWS, WORDS])
+    EACH: tl.constexpr = words.shape[1] // GROUPS
+    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], [ROWS, GROUPS, EACH]), [ROWS, GROUPS * EACH])
 
 
 @triton.constexpr_function

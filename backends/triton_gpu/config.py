@@ -6,6 +6,7 @@ import dataclasses
 
 from mxkv.contracts import AttendSpec, Spec
 from mxkv.devices import Target
+from mxkv.formats import Element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class AttendConfig:
         block_rows: Rows of a tile, a power of two of at least 16.
         programs_per_unit: How many programs a compute unit is to have: a query's rows are split where there are fewer.
         num_warps: Warps of a program, a power of two.
-        num_stages: How deep the compiler pipelines plain rows: their slots take a stage for each tile that is under way.
+        num_stages: How deep the compiler pipelines plain rows: each tile under way takes one for its slots, one for it.
         most_registers: Registers of a thread, so that more programs fit a multiprocessor; 0 leaves it to the compiler
             (and so do AMD's GPUs).
     """
@@ -76,21 +77,46 @@ def attend_default(spec: AttendSpec, target: Target, queries: int, rows: int) ->
         queries: Queries, rounded up to a power of two.
         rows: Rows of a query, likewise.
     """
-    width = -(-spec.value_dim // 64) * 64
+    width = _padded(spec.value_dim)
     block_heads = 16
     while block_heads < min(spec.heads, 64) and 2 * block_heads * width <= 1 << 15:
         block_heads *= 2
     num_warps = 8 if block_heads * width > 1 << 14 else 4
-    num_stages = 2
-    block_rows = 64
-    while block_rows > 16 and not fits(spec, target, block_rows, num_stages):
-        block_rows //= 2
-    return AttendConfig(block_heads, block_rows, 2, num_warps, num_stages)
+    stages = (5, 3, 2) if spec.format.element is Element.BF16 else (2,)
+    for num_stages in stages:
+        for block_rows in (32, 16):
+            config = AttendConfig(block_heads, block_rows, 4, num_warps, num_stages)
+            if fits(spec, target, config):
+                return config
+    return config
 
 
-def fits(spec: AttendSpec, target: Target, block_rows: int, num_stages: int) -> bool:
-    """Whether so many tiles of rows, as bf16, fit a program's shared memory beside what else it keeps there."""
-    return block_rows * spec.latent_dim * 2 * num_stages + (24 << 10) <= target.shared_memory
+def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
+    """Every configuration that is worth trying, the default ones among them."""
+    width = _padded(spec.value_dim)
+    heads = [heads for heads in (16, 32, 64) if heads < 2 * spec.heads and heads * width <= 1 << 15]
+    stages = (2, 3, 5, 7) if spec.format.element is Element.BF16 else (2,)
+    found = [
+        AttendConfig(block_heads, rows, programs, warps, num_stages, registers)
+        for block_heads in heads or [16]
+        for rows in (16, 32, 64, 128)
+        for warps in (4, 8)
+        for registers in ((0, 128) if block_heads * width <= 32 * 32 * warps else (0,))
+        for num_stages in stages
+        for programs in (1, 2, 4, 8)
+    ]
+    default = attend_default(spec, target, 1, 1)
+    return tuple(config for config in found if fits(spec, target, config) or config == default)
+
+
+def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
+    """Whether the tiles of rows and queries, as bf16, fit a program's shared memory beside what else it keeps there."""
+    tiles = config.block_rows * (config.num_stages + 1) // 2 + config.block_heads
+    return tiles * spec.latent_dim * 2 + (8 << 10) <= target.shared_memory
+
+
+def _padded(dim: int) -> int:
+    return -(-dim // 64) * 64
 
 
 def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:
