@@ -106,33 +106,34 @@ class Chunk:
         return self.size * self.bits // 8
 
 
-def chunks_of(format: Format, dim: int) -> tuple[Chunk, ...]:
-    """A row's chunks, in order: as few as there are, each of a power of two of values (and of whole groups).
+def chunks_of(format: Format, dim: int, most: int) -> tuple[Chunk, ...]:
+    """A row's chunks, in order: each of a power of two of values, at most ``most`` (but a whole group at least).
 
-    Formats of one width have the same chunks, unless a bf16 tail ends some: their products sum up in the same order.
+    Formats of one width have the same chunks, unless a bf16 tail or a wide group ends some: their products sum up in
+    the same order.
     """
     body = dim - format.tail
     bits = 4 if format.element is Element.E2M1 else 8
     group = format.group if format.grouped else _PLAIN_GROUP
     element, scale = format.element.value, format.scale.value
     found = []
-    for first, size in _powers(0, body, max(_NARROWEST, group)):
+    for first, size in _powers(0, body, max(_NARROWEST, group), max(most, group)):
         width = max(size, _NARROWEST) if size & (size - 1) == 0 else _NARROWEST
         offset = first * 2 if format.element is Element.BF16 else first * bits // 8
         found.append(Chunk(first, size, width, group, element, scale, offset, first // group))
-    for first, size in _powers(body, dim, _NARROWEST):
+    for first, size in _powers(body, dim, _NARROWEST, most):
         width = max(size, _NARROWEST) if size & (size - 1) == 0 else _NARROWEST
         offset = body * bits // 8 + 2 * (first - body)
         found.append(Chunk(first, size, width, _PLAIN_GROUP, Element.BF16.value, Scale.NONE.value, offset, 0))
     return tuple(found)
 
 
-def _powers(begin: int, end: int, least: int) -> list[tuple[int, int]]:
-    """A range as parts of powers of two, the largest first; what is less than ``least`` is one part."""
+def _powers(begin: int, end: int, least: int, most: int) -> list[tuple[int, int]]:
+    """A range as parts of powers of two up to ``most``, the largest first; what is less than ``least`` is one part."""
     parts = []
     while begin < end:
         rest = end - begin
-        size = 1 << (rest.bit_length() - 1) if rest >= least else rest
+        size = min(most, 1 << (rest.bit_length() - 1)) if rest >= least else rest
         parts.append((begin, size))
         begin += size
     return parts

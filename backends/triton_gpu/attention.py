@@ -176,7 +176,7 @@ def attend_task(spec: AttendSpec, paths: Paths, address: int, whole: bool, confi
         config: How it is launched.
     """
     layout, size, dim = spec.layout, spec.format.cache_dtype.itemsize, spec.latent_dim
-    chunks = chunks_of(spec.format, dim)
+    chunks = chunks_of(spec.format, dim, config.block_dims)
     starts = (chunk.value_offset for chunk in chunks)
     sizes = (chunk.bytes for chunk in chunks if chunk.element != "bf16")
     return AttendTask(

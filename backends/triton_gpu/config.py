@@ -53,6 +53,8 @@ class AttendConfig:
         programs_per_unit: How many programs a compute unit is to have: a query's rows are split where there are fewer.
         num_warps: Warps of a program, a power of two.
         num_stages: How deep the compiler pipelines plain rows: each tile under way takes one for its slots, one for it.
+        block_dims: Values of a row that are taken at a time, a power of two of at least 64: products of few need fewer
+            registers, and threads that share a row fewer addresses.
         most_registers: Registers of a thread, so that more programs fit a multiprocessor; 0 leaves it to the compiler
             (and so do AMD's GPUs).
     """
@@ -62,6 +64,7 @@ class AttendConfig:
     programs_per_unit: int
     num_warps: int
     num_stages: int
+    block_dims: int = 128
     most_registers: int = 0
 
 
