@@ -176,7 +176,7 @@ def measure(shape: Shape) -> dict[str, Any]:
     calls[0].run()
     error = calls[0].error()
     us, samples = timed(calls, None, SAMPLES if shape.queries < 1024 else 7)
-    config = attention.prepare(spec_of(calls[0])).config(shape.queries, shape.topk)
+    config = attention.prepare(spec_of(calls[0])).choose(shape.queries, shape.topk)
     return {
         "name": shape.name, "format": shape.format, "queries": shape.queries, "heads": shape.heads, "us": us,
         "p20": samples[len(samples) // 5], "p80": samples[-1 - len(samples) // 5], "calls": len(calls),
@@ -335,15 +335,15 @@ def compare_bits(dim: int, heads: int, splits: int) -> str:
     packed = mxkv.empty_cache("mxfp4", 16, BLOCK_SIZE, dim, DEVICE)
     plain = mxkv.empty_cache("bf16", 16, BLOCK_SIZE, dim, DEVICE)
     slots = torch.arange(1024, device=DEVICE)
-    mxkv.store(packed, torch.randn(1024, dim, device=DEVICE, generator=g), slots)
-    mxkv.store(plain, mxkv.load(packed, slots), slots)
+    mxkv.store(packed, torch.randn(1024, dim, device=DEVICE, generator=g), slots, format="mxfp4")
+    mxkv.store(plain, mxkv.load(packed, slots, format="mxfp4", latent_dim=dim), slots, format="bf16")
     q = torch.randn(4, heads, dim, device=DEVICE, generator=g).bfloat16()
     indices = torch.randint(-5, 1029, (4, 500), device=DEVICE, generator=g)
     config = AttendConfig(min(heads, 64), 32, 1, 8, 2)
     found = []
-    for cache in (packed, plain):
+    for name, cache in (("mxfp4", packed), ("bf16", plain)):
         out = torch.empty_like(q)
-        spec = checks.attend_spec(q, cache, out, indices, None, None, None, None, None, None, None, None, None)
+        spec = checks.attend_spec(q, cache, out, indices, None, None, None, name, None, None, None, None, None)
         attention.prepare(spec)(q, cache, out, indices, None, None, None, None, None, dim**-0.5, splits, config=config)
         found.append(out)
     return "" if torch.equal(*found) else f"{int((found[0] != found[1]).sum())} values have other bits"

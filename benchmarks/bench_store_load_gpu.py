@@ -74,6 +74,8 @@ SHAPES = (
     Shape("store", "mxfp4", 1 << 16, wanted_us=28),
     Shape("store", "mxfp8", 1 << 18, rope=True, wanted_fraction=0.92),
     Shape("store", "nvfp4", 1 << 18, rope=True, wanted_fraction=0.92),
+    Shape("store", "nvfp4", 1 << 18),
+    Shape("store", "mxfp4", 1 << 18, rope=True),
     Shape("store", "dsv4", 1 << 18, rope=True, wanted_fraction=0.92),
     Shape("store", "mxfp8-inline", 1 << 18, rope=True),
     Shape("store", "nvfp4-inline", 1 << 18, rope=True),
@@ -342,19 +344,19 @@ def small_calls(tokens: int = 64, calls: int = 200) -> dict[str, Any]:
 
 
 def bare_launch(buffers: Buffers) -> Callable[[], None]:
-    """A launch of the very kernel that the public call launches, with the arguments ready."""
-    kernel = latents.store_kernel
+    """A launch by Triton's JIT of the very kernel that the public call launches, with the arguments ready."""
     recorded: dict[str, Any] = {}
 
     class Recorder:
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             return lambda *a, **k: recorded.update(grid=grid, arguments=a, options=k)
 
-    latents.store_kernel = Recorder()
-    try:
-        buffers.run()
-    finally:
-        latents.store_kernel = kernel
+    spec = checks.store_spec(
+        buffers.cache, buffers.rows, buffers.slots, None, None, None, 1, None, "propagate"
+    )  # fmt: skip
+    once = latents.StoreLaunch(spec)
+    kernel, once.launcher.kernel = once.launcher.kernel, Recorder()
+    once(buffers.cache, buffers.rows, buffers.slots, None, None, None)
     launch = kernel[recorded["grid"]]
     return lambda: launch(*recorded["arguments"], **recorded["options"])
 
@@ -446,9 +448,9 @@ def table(environment: dict[str, Any], shapes: list[dict[str, Any]], small: dict
     return "\n".join(lines) + "\n"
 
 
-def once(name: str, operation: str, tokens: int) -> None:
+def once(name: str, operation: str, tokens: int, rope: bool) -> None:
     """A few launches of one shape, for a profiler to look at."""
-    shape = Shape(operation, name, tokens, rope=operation == "store" and name not in ("mxfp4", "bf16", "fp8"))
+    shape = Shape(operation, name, tokens, rope=rope)
     for buffers in sets_for(shape)[:2]:
         buffers.run()
         buffers.run()
@@ -465,11 +467,13 @@ def main() -> None:
     parser.add_argument("--once", metavar="FORMAT", help="launch one format's kernel a few times and stop")
     parser.add_argument("--operation", default="store", choices=("store", "load"), help="for --once")
     parser.add_argument("--tokens", type=int, default=1 << 18, help="for --once")
+    parser.add_argument("--plain", action="store_true", help="for --once: a store without RoPE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a GPU, and torch finds none")
     if arguments.once:
-        once(arguments.once, arguments.operation, arguments.tokens)
+        rope = arguments.operation == "store" and not arguments.plain
+        once(arguments.once, arguments.operation, arguments.tokens, rope)
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     ceiling = copy_ceiling()

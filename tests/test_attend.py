@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mxkv
+import mxkv.paging
 from mxkv import Element, Format, Placement, Scale
 from tests import reference
 from tests.support import (
@@ -796,13 +797,21 @@ def test_explain(ops: Ops) -> None:
 
 def test_the_torch_backend_takes_many_queries_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from mxkv.backends.torch_eager import attention
+    from mxkv.backends.torch_eager.latents import ChunkConfig
 
     ops = Ops("torch", torch.device("cpu"))
     p = problem(ops, mxkv.FORMATS["mxfp4"], 64, counts=(50, 0, 1, 33))
-    want = p.run(ops)
-    for elements, rows in itertools.product((1, 3000), (1, 7)):
-        monkeypatch.setattr(attention, "_CHUNK_ELEMENTS", elements)
-        monkeypatch.setattr(attention, "_MOST_ROWS", rows)
-        got = p.run(ops)
+    want, rows = p.run(ops), select(ops, p.selected)
+    spec = mxkv.explain(
+        "attend", format="mxfp4", latent_dim=64, heads=3, selection="ragged",
+        layout=mxkv.paging.layout_of(p.cache, p.format, 64),
+    ).spec  # fmt: skip
+    for elements, most in itertools.product((1, 3000), (1, 7)):
+        monkeypatch.setattr(attention, "_MOST_ROWS", most)
+        got = torch.full_like(want, float("nan"))
+        attention.attend(
+            spec, p.q, p.cache, got, rows["indices"], rows["indptr"], None, None, None, None, 0.125, None,
+            config=ChunkConfig(elements),
+        )  # fmt: skip
         assert torch.allclose(got.float(), want.float(), atol=0.01)
         check(p, got)

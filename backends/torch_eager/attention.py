@@ -7,13 +7,61 @@ calls cannot be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
+from mxkv import devices, numerics
+from mxkv.autotune_cache.choice import Choice
 from mxkv.backends.torch_eager import latents
-from mxkv.contracts import AttendSpec, LoadSpec
+from mxkv.backends.torch_eager.latents import NAME, ChunkConfig
+from mxkv.contracts import AttendSpec, LoadSpec, Tunable
 
-_CHUNK_ELEMENTS = 1 << 22  # of dequantized rows
+_DEFAULT = ChunkConfig(1 << 22)  # dequantized rows of so many values at a time
 _MOST_ROWS = 4096  # of one query at a time
+
+
+def tunable(spec: AttendSpec) -> Tunable:
+    """The chunk sizes of one kind of call."""
+    return Tunable(
+        ChunkConfig,
+        tuple(ChunkConfig(1 << bits) for bits in range(18, 26)),
+        lambda queries, rows: _DEFAULT,
+        sizes=("queries", "rows"),
+        target=devices.target_of(spec.device).name,
+        source=_source(),
+        compiler=f"torch {torch.__version__}",
+    )
+
+
+@functools.cache
+def _source() -> str:
+    """A hash of what computes the values."""
+    sources = (Path(__file__), Path(latents.__file__), Path(numerics.__file__))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare(spec: AttendSpec) -> Callable[..., None]:
+    """What runs one kind of call."""
+    choose = Choice(spec, NAME, tunable(spec))
+
+    def call(
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        *others: torch.Tensor | float | None,
+        config: ChunkConfig | None = None,
+    ) -> None:
+        each = rows.shape[0] // q.shape[0] if spec.selection == "ragged" else rows.shape[1]
+        config = config or choose(q.shape[0], each * (spec.layout.block_size if spec.selection == "pages" else 1))
+        attend(spec, q, cache, out, rows, *others, config=config)
+
+    return call
 
 
 @latents.never_compiled
@@ -30,6 +78,7 @@ def attend(
     workspace: torch.Tensor | None,
     scale: float,
     num_splits: int | None,
+    config: ChunkConfig = _DEFAULT,
 ) -> None:
     """Attend to selected rows of a cache. See :func:`mxkv.attend`; the result has no splits and needs no workspace."""
     q, sink = q.detach(), None if sink is None else sink.detach()
@@ -37,7 +86,7 @@ def attend(
     first, count = _bounds(spec, rows, bounds, q.shape[0])
     longest = int(count.max())
     width = max(1, min(longest, _MOST_ROWS))
-    queries = max(1, _CHUNK_ELEMENTS // (width * spec.latent_dim))
+    queries = max(1, config.chunk_elements // (width * spec.latent_dim))
     for begin in range(0, q.shape[0], queries):
         here = slice(begin, begin + queries)
         heads = q[here].to(torch.float32)  # [chunk, heads, latent_dim]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mxkv.contracts import YES, Backend, Spec, Verdict
+from mxkv.contracts import YES, AttendSpec, Backend, Spec, Verdict
 
 
 def probe(device: torch.device) -> Verdict:
@@ -23,7 +23,13 @@ def supports(spec: Spec) -> Verdict:
 def load() -> Any:
     from mxkv.backends.torch_eager import attention, latents
 
-    return types.SimpleNamespace(store=latents.store, load=latents.load, attend=attention.attend)
+    def of(spec: Spec) -> Any:
+        """The module that has a call's code."""
+        return attention if isinstance(spec, AttendSpec) else latents
+
+    return types.SimpleNamespace(
+        prepare=lambda spec: of(spec).prepare(spec), tunable=lambda spec: of(spec).tunable(spec)
+    )
 
 
 BACKEND = Backend(

@@ -6,19 +6,70 @@ selection of rows synchronises, so that these cannot be captured in a CUDA graph
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mxkv import numerics
-from mxkv.contracts import ROPE_DIM, LoadSpec, StoreSpec
+from mxkv import devices, numerics
+from mxkv.autotune_cache.choice import Choice
+from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec, Tunable
 from mxkv.formats import Element, Format, Scale
 from mxkv.paging import PageLayout, scale_rows, value_rows
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
+NAME = "torch"  # the backend's, in its keys
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkConfig:
+    """How much is computed at a time.
+
+    Attributes:
+        chunk_elements: Values of a chunk of rows.
+    """
+
+    chunk_elements: int
+
+
+_CPU_CHUNK, _GPU_CHUNK = ChunkConfig(1 << 19), ChunkConfig(1 << 25)  # what a CPU's cache holds; what fills a GPU
+
+
+def tunable(spec: Spec) -> Tunable:
+    """The chunk sizes of one kind of call."""
+    return Tunable(
+        ChunkConfig,
+        tuple(ChunkConfig(1 << bits) for bits in range(16, 26)),
+        lambda tokens: _CPU_CHUNK if spec.device.type == "cpu" else _GPU_CHUNK,
+        target=devices.target_of(spec.device).name,
+        source=_source(),
+        compiler=f"torch {torch.__version__}",
+    )
+
+
+@functools.cache
+def _source() -> str:
+    """A hash of what computes the values."""
+    sources = (Path(__file__), Path(numerics.__file__))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare(spec: Spec) -> Callable[..., None]:
+    """What runs one kind of call."""
+    choose = Choice(spec, NAME, tunable(spec))
+    run: Callable[..., None] = store if isinstance(spec, StoreSpec) else load
+
+    def call(*tensors: torch.Tensor | None, config: ChunkConfig | None = None) -> None:
+        slots = tensors[2] if isinstance(spec, StoreSpec) else tensors[1]
+        assert slots is not None
+        run(spec, *tensors, config=config or choose(slots.shape[0]))
+
+    return call
 
 
 def never_compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -30,12 +81,12 @@ def never_compiled(function: Callable[..., None]) -> Callable[..., None]:
     shielded: list[Callable[..., None]] = []
 
     @functools.wraps(function)
-    def run(*args: Any) -> None:
+    def run(*args: Any, **options: Any) -> None:
         if "torch._dynamo" not in sys.modules:
-            return function(*args)
+            return function(*args, **options)
         if not shielded:
             shielded.append(torch.compiler.disable(function))
-        return shielded[0](*args)
+        return shielded[0](*args, **options)
 
     return run
 
@@ -49,6 +100,7 @@ def store(
     positions: torch.Tensor | None,
     cos_sin: torch.Tensor | None,
     cache_scale: torch.Tensor | None,
+    config: ChunkConfig | None = None,
 ) -> None:
     """Quantize rows and scatter them. See :func:`mxkv.store`."""
     latent = latent.detach()  # quantizing has no gradient
@@ -64,7 +116,7 @@ def store(
     tokens = _last_of_each(slots, stored)
     if not tokens.numel():
         return
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS.get(cache.device.type, 1 << 25) // spec.latent_dim)
+    rows_per_chunk = _rows_per_chunk(spec, config)
     for chunk in tokens.split(rows_per_chunk):
         rows = _rows(latent, chunk).to(torch.float32)
         if cos_sin is not None and positions is not None:
@@ -82,6 +134,7 @@ def load(
     slots: torch.Tensor,
     out: torch.Tensor,
     cache_scale: torch.Tensor | None,
+    config: ChunkConfig | None = None,
 ) -> None:
     """Gather rows and dequantize them. See :func:`mxkv.load`."""
     slots = slots.long()
@@ -89,7 +142,7 @@ def load(
     if spec.layout.num_slots == 0:
         out.zero_()
         return
-    rows_per_chunk = max(1, _CHUNK_ELEMENTS.get(cache.device.type, 1 << 25) // spec.latent_dim)
+    rows_per_chunk = _rows_per_chunk(spec, config)
     value_width = spec.format.value_bytes(spec.latent_dim) // spec.format.cache_dtype.itemsize
     all_values = value_rows(cache, spec.layout, value_width)
     all_scales = (
@@ -112,6 +165,11 @@ def load(
             )
             rows[:, -spec.format.tail :] = saturate(tail, out.dtype, keep_infinite=True)
         out[here] = torch.where(valid[here, None], rows, 0.0).to(out.dtype)
+
+
+def _rows_per_chunk(spec: Spec, config: ChunkConfig | None) -> int:
+    config = config or (_CPU_CHUNK if spec.device.type == "cpu" else _GPU_CHUNK)
+    return max(1, config.chunk_elements // spec.latent_dim)
 
 
 def rotate(rows: torch.Tensor, cos_sin: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

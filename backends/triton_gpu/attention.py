@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from mxkv import devices
+from mxkv import devices, settings
+from mxkv.autotune_cache.choice import Choice
 from mxkv.backends.triton_gpu.attend import AttendTask, Heads, Rows, attend_kernel, chunks_of, reduce_kernel
 from mxkv.backends.triton_gpu.codec import Paths, paths_of
-from mxkv.backends.triton_gpu.config import AttendConfig, attend_default, splits_of
-from mxkv.contracts import MOST_SPLITS, YES, AttendSpec, Verdict
+from mxkv.backends.triton_gpu.config import AttendConfig, attend_configurations, attend_default, splits_of
+from mxkv.contracts import MOST_SPLITS, YES, AttendSpec, Tunable, Verdict
+
+NAME = "triton"  # the backend's, in its keys
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _NO_GUARD = contextlib.nullcontext()
 _WIDEST_ACCESS = 16
 _REDUCED_SPLITS = 16  # at a time
 _MOST_DIM = 4096
+_ALL_REGISTERS = 255
 _LEAST_GROUP = 8  # of E2M1: a word of four bytes
 
 
@@ -46,6 +52,7 @@ class AttendLaunch:
         self.spec = spec
         self.target = devices.target_of(spec.device)
         self.paths = paths_of(self.target)
+        self.choose = Choice(spec, NAME, tunable(spec))
         self.compute_units = devices.describe(spec.device).compute_units
         self.num_slots = spec.layout.num_slots
         self.block_stride = spec.layout.block_stride * spec.format.cache_dtype.itemsize
@@ -53,15 +60,6 @@ class AttendLaunch:
         self.as_bytes = spec.format.cache_dtype == torch.float8_e4m3fn
         self.device_index = None if spec.device.type == "cpu" else spec.device.index
         self.tasks: dict[Any, AttendTask] = {}
-        self.configs: dict[tuple[int, int], AttendConfig] = {}
-
-    def config(self, queries: int, rows: int) -> AttendConfig:
-        buckets = (queries - 1).bit_length(), max(rows - 1, 0).bit_length()
-        found = self.configs.get(buckets)
-        if found is None:
-            found = attend_default(self.spec, self.target, 1 << buckets[0], 1 << buckets[1])
-            self.configs[buckets] = found
-        return found
 
     def rows_of(self, queries: int, rows: torch.Tensor) -> tuple[int, int]:
         """What bounds the rows of a call, and how many a query has, as far as shapes say (ragged: on the average)."""
@@ -75,7 +73,7 @@ class AttendLaunch:
         if num_splits is not None:
             return num_splits
         _, each = self.rows_of(queries, rows)
-        config = config or self.config(queries, each)
+        config = config or self.choose(queries, each)
         return min(splits_of(config, self.spec, queries, each, self.compute_units), MOST_SPLITS)
 
     def workspace_bytes(
@@ -85,10 +83,34 @@ class AttendLaunch:
         splits = self.splits(queries, rows, num_splits, config) if queries else 1
         return 0 if splits == 1 else 4 * queries * self.spec.heads * splits * (self.spec.value_dim + 1)
 
-    def limit(self, config: AttendConfig) -> dict[str, int]:
-        """The compiler's option for a limit of registers, where there is one."""
-        nvidia = self.target.vendor == "nvidia" and config.most_registers
-        return {"maxnreg": config.most_registers} if nvidia else {}
+    def options(self, config: AttendConfig) -> dict[str, Any]:
+        """The compiler's options."""
+        options = {"num_warps": config.num_warps, "enable_fp_fusion": False}
+        if self.target.vendor == "nvidia" and config.most_registers < _ALL_REGISTERS:
+            options["maxnreg"] = config.most_registers
+        return options
+
+    def compile(self, config: AttendConfig) -> None:
+        """Compile for contiguous tensors at aligned addresses, one split and several, and launch nothing."""
+        spec = self.spec
+        floats = torch.empty(1, dtype=torch.float32, device=spec.device)
+        index = torch.empty(1, dtype=torch.int32, device=spec.device)
+        heads = spec.heads
+        values = floats.view(torch.uint8 if self.as_bytes else spec.format.cache_dtype)
+        rows = Rows(index, 2, 1, None if spec.selection == "dense" else index, 0 if spec.selection == "dense" else 1)
+        if spec.selection == "ragged":
+            rows = rows._replace(stride=0)
+        for whole in (True, False):
+            out = floats.view(spec.q_dtype) if whole else floats
+            task = self.task(0, whole, config)
+            lse = floats if spec.lse or not whole else None
+            with self.guard():
+                attend_kernel.warmup(
+                    Heads(floats.view(spec.q_dtype), heads * spec.latent_dim, spec.latent_dim), values, rows,
+                    Heads(out, heads * spec.value_dim, spec.value_dim), lse, floats if spec.sinked else None,
+                    floats if spec.scaled else None, 1.5, self.num_slots, self.block_stride, 2, 1, task,
+                    grid=(1,), **self.options(config),
+                )  # fmt: skip
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device: make it the tensors'."""
@@ -114,14 +136,10 @@ class AttendLaunch:
         spec, queries = self.spec, q.shape[0]
         length, each = self.rows_of(queries, rows)
         if config is None:
-            config = self.config(queries, each)
+            config = self.choose(queries, each)
         splits = self.splits(queries, rows, num_splits, config)
         partial = None if splits == 1 else self.partials(queries, splits, workspace)
-        alignment = math.gcd(_WIDEST_ACCESS, cache.data_ptr())
-        key = alignment, splits == 1, config
-        task = self.tasks.get(key)
-        if task is None:
-            task = self.tasks[key] = attend_task(spec, self.paths, alignment, splits == 1, config)
+        task = self.task(cache.data_ptr() % _WIDEST_ACCESS, splits == 1, config)
         if self.as_bytes:
             cache = cache.view(torch.uint8)
         stride, step = (0, rows.stride(0)) if spec.selection == "ragged" else rows.stride()
@@ -135,8 +153,7 @@ class AttendLaunch:
         with self.guard():
             attend_kernel[(queries * splits * task.head_blocks,)](
                 Heads(q, q.stride(0), q.stride(1)), cache, selected, result, logs, sink, cache_scale,
-                scale / math.log(2), self.num_slots, self.block_stride, length, splits, task,
-                num_warps=config.num_warps, enable_fp_fusion=False, **self.limit(config),
+                scale / math.log(2), self.num_slots, self.block_stride, length, splits, task, **self.options(config),
             )  # fmt: skip
             if partial is None:
                 return
@@ -145,6 +162,14 @@ class AttendLaunch:
                 partial, logs, heads_out, lse, sink, splits, padded, min(padded, _REDUCED_SPLITS),
                 triton.next_power_of_2(spec.value_dim), task, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
+
+    def task(self, address: int, whole: bool, config: AttendConfig) -> AttendTask:
+        """The kernel's constants for a cache at an address of which the last bits are given."""
+        key = math.gcd(_WIDEST_ACCESS, address), whole, config
+        found = self.tasks.get(key)
+        if found is None:
+            found = self.tasks[key] = attend_task(self.spec, self.paths, *key)
+        return found
 
     def partials(self, queries: int, splits: int, workspace: torch.Tensor | None) -> torch.Tensor:
         """Memory for sums [queries, heads, splits, value_dim] and, behind them, logarithms [queries, heads, splits]."""
@@ -163,6 +188,33 @@ class AttendLaunch:
 def prepare(spec: AttendSpec) -> AttendLaunch:
     """What runs one kind of call."""
     return AttendLaunch(spec)
+
+
+def tunable(spec: AttendSpec) -> Tunable:
+    """The launch configurations of one kind of call."""
+    target = devices.target_of(spec.device)
+    return Tunable(
+        AttendConfig,
+        attend_configurations(spec, target),
+        functools.partial(attend_default, spec, target),
+        sizes=("queries", "rows"),
+        target=target.name,
+        source=_source(),
+        compiler=f"triton {triton.__version__}",
+    )
+
+
+def compile(spec: AttendSpec, config: AttendConfig) -> None:
+    """Compile what a call of contiguous tensors would launch in a configuration."""
+    if not settings.triton_interpret():
+        prepare(spec).compile(config)
+
+
+@functools.cache
+def _source() -> str:
+    """A hash of the kernels and of what they call."""
+    folder = Path(__file__).parent
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in ("attend.py", "codec.py"))).hexdigest()[:16]
 
 
 def attend_task(spec: AttendSpec, paths: Paths, address: int, whole: bool, config: AttendConfig) -> AttendTask:

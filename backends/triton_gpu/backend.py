@@ -41,13 +41,17 @@ def supports(spec: Spec) -> Verdict:
 
 
 def load() -> Any:
-    return types.SimpleNamespace(prepare=_prepare)
-
-
-def _prepare(spec: Spec) -> Any:
     from mxkv.backends.triton_gpu import attention, latents
 
-    return attention.prepare(spec) if isinstance(spec, AttendSpec) else latents.prepare(spec)
+    def of(spec: Spec) -> Any:
+        """The module that has a call's kernel."""
+        return attention if isinstance(spec, AttendSpec) else latents
+
+    return types.SimpleNamespace(
+        prepare=lambda spec: of(spec).prepare(spec),
+        tunable=lambda spec: of(spec).tunable(spec),
+        compile=lambda spec, config: of(spec).compile(spec, config),
+    )
 
 
 BACKEND = Backend(

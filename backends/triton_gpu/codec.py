@@ -23,7 +23,8 @@ class Paths:
     Attributes:
         pairs: Arithmetic on two bf16 in one register: "full" (sm_90), "fma" (sm_80), "none".
         e4m3: Conversion to and from OCP E4M3: "cvt" (sm_89) or "software".
-        scaled_reads: Whether gfx950's converters read FP4.
+        scaled_reads: Whether gfx950's converters read FP4 and FP8. (They would scale too; but what they do at the ends
+            of the range is not the oracle's to say: loads give them a scale of 1, under which every code is exact.)
         interpreted: Whether Triton's interpreter runs the kernels. It multiplies matrices of bf16 as if they were
             integers, and has no range over what a kernel computes.
     """
@@ -101,13 +102,13 @@ def _e2m1_steps(x, SATURATE: tl.constexpr):
 
 
 @triton.jit
-def encode_e2m1_pair(x, y, SATURATE: tl.constexpr):
+def encode_e2m1_pair(x, y, signed_x, signed_y, SATURATE: tl.constexpr):
     """Two finite fp32 to two E2M1 codes in the low byte of an int32, x in the low nibble; bits above are arbitrary.
 
-    Without SATURATE no magnitude is above 6.
+    The signs are those of signed_x and signed_y. Without SATURATE no magnitude is above 6.
     """
     codes = _e2m1_steps(x, SATURATE) + (_e2m1_steps(y, SATURATE) << 4)
-    return codes | sign_of(x, 3) | sign_of(y, 7)
+    return codes | sign_of(signed_x, 3) | sign_of(signed_y, 7)
 
 
 @triton.jit
@@ -174,6 +175,18 @@ def _max_i32(a, b):
 
 
 @triton.jit
+def _max_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(x, y):
+    """The largest magnitude in two tiles of fp32 [.., .., n], over the last axis, as bits: NaN's are the largest."""
+    largest = _max_or_nan(tl.abs(x), tl.abs(y))
+    return bits_of(tl.reduce(largest, 2, _max_or_nan)) & 0x7FFFFFFF
+
+
+@triton.jit
 def largest_half(words, PATHS: tl.constexpr):
     """The largest 15-bit magnitude in the halves of words [.., .., n], over the last axis."""
     if PATHS.pairs == "full":
@@ -205,7 +218,10 @@ def _encode_e4m3_assembly(pairs):
     """PTX from two words of two bf16, times a power of two, to four E4M3 bytes; see :func:`encode_e4m3_words`."""
     lines = [".reg .b32 y, x, none;", ".reg .b16 h<2>;", "mov.b32 none, 0x80008000;"]
     for i in range(2):
-        product = f"mul.rn.bf16x2 y, ${1 + i}, $3;" if pairs == "full" else f"fma.rn.bf16x2 y, ${1 + i}, $3, none;"
+        factor = f"${3 + i}"
+        product = f"mul.rn.bf16x2 y, ${1 + i}, {factor};"
+        if pairs != "full":
+            product = f"fma.rn.bf16x2 y, ${1 + i}, {factor}, none;"
         lines += [product, "shl.b32 x, y, 16;", "and.b32 y, y, 0xffff0000;", f"cvt.rn.satfinite.e4m3x2.f32 h{i}, y, x;"]
     return "{ " + " ".join([*lines, "mov.b32 y, {h0, h1};", "and.b32 $0, y, $5;"]) + " }"
 
@@ -214,7 +230,8 @@ def _encode_e4m3_assembly(pairs):
 def encode_e4m3_words(words, byte, lost, PATHS: tl.constexpr):
     """Two bf16 in a word, divided by their group's E8M0 scale, to two E4M3 bytes; lost groups give zeros.
 
-    The packed multiply is exact, but for products below bf16's normal range, which are zero as E4M3 however they round.
+    Two words are taken together; they are of one group. The packed multiply is exact, but for products below bf16's
+    normal range, which are zero as E4M3 however they round.
     """
     reciprocal = spread(power_reciprocal(byte), words)
     keep = spread(tl.where(lost, 0, -1), words)
@@ -234,9 +251,7 @@ def _encode_e2m1_assembly(pairs, divide):
         "mov.b32 c1, 0x42024202;",  # 32 + 2/4
         "mov.b32 c2, 0x42044204;",  # 32 + 4/4
     ]
-    parts = ("$5", "$9", "$13")
     if divide:
-        parts = ("p0", "p1", "p2")
         lines += [
             ".reg .b32 p<3>, none, most;",
             "mov.b32 p0, 0x3f003f00;",  # 1/2
@@ -247,8 +262,9 @@ def _encode_e2m1_assembly(pairs, divide):
         ]
     for i in range(4):
         lines.append(f"and.b32 a{i}, ${1 + i}, 0x7fff7fff;")
+        parts = ("p0", "p1", "p2") if divide else (f"${5 + i}", f"${9 + i}", f"${13 + i}")
         if divide:  # fma with -0 is a multiply, which sm_80 lacks
-            lines += [f"fma.rn.bf16x2 t{i}, a{i}, $9, none;", f"fma.rn.bf16x2 a{i}, a{i}, $5, t{i};"]
+            lines += [f"fma.rn.bf16x2 t{i}, a{i}, ${9 + i}, none;", f"fma.rn.bf16x2 a{i}, a{i}, ${5 + i}, t{i};"]
         lines += [
             f"fma.rn.bf16x2 {r}{i}, a{i}, {part}, c{j};" for j, (r, part) in enumerate(zip("tuv", parts, strict=True))
         ]
@@ -281,7 +297,7 @@ def encode_e2m1_words(words, byte, lost, SCALE: tl.constexpr, PATHS: tl.constexp
     """Two bf16 in a word, divided by their group's scale, to two E2M1 codes in a byte.
 
     As :func:`encode_e2m1` does it, on both halves at once; four words are taken together, which leaves their bytes in
-    one register. Groups that are lost give zeros, whatever the words hold.
+    one register. Groups that are lost give zeros, whatever the words hold; the four words are of one group.
 
     A power of two scales inside of the three sums. An E4M3 scale divides first: 1 / scale is taken as a sum of two
     bf16, which leaves the quotient an error below 2**-16 of itself before it is rounded to bf16. That is harmless:
@@ -321,7 +337,7 @@ def split_reciprocal(scale):
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 whole, high, low;
-        rcp.approx.f32 whole, $2;
+        rcp.approx.ftz.f32 whole, $2;
         cvt.rn.bf16x2.f32 $0, whole, whole;
         and.b32 high, $0, 0xffff0000;
         sub.rn.f32 low, whole, high;
@@ -332,8 +348,34 @@ def split_reciprocal(scale):
 
 
 @triton.jit
+def quotients_for_e2m1(x, y, scale, PATHS: tl.constexpr):
+    """x / scale and y / scale, fp32, so close that E2M1 of them is that of the correctly rounded quotients.
+
+    1 / scale is taken in two parts, the first of which need not be rounded right. A quotient then errs by little more
+    than half of its last bit, and is exact where it is a tie of E2M1. The correctly rounded quotient is on the same
+    side of every tie: a scale has 4 significant bits and a tie 3, so a quotient that is no tie is never nearer to half
+    a bit beside a tie than 1/32 of that bit. Tested over all scales, around all ties. The sign of zero is lost.
+
+    Args:
+        x, y: fp32 tiles.
+        scale: fp32 of E4M3, of a shape that spreads to theirs.
+        PATHS: The target's instructions.
+    """
+    if PATHS.pairs != "none":
+        high = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+        low = tl.broadcast_to(tl.fma(-scale, high, tl.full(scale.shape, 1.0, tl.float32)) * high, x.shape)
+        high = tl.broadcast_to(high, x.shape)
+        return tl.fma(x, high, x * low), tl.fma(y, high, y * low)
+    else:
+        scale = tl.broadcast_to(scale, x.shape)
+        return tl.math.div_rn(x, scale), tl.math.div_rn(y, scale)
+
+
+@triton.jit
 def divide_by_scale(x, scale, PATHS: tl.constexpr):
-    """fp32 / fp32, correctly rounded unless it underflows; for E2M1 of x / scale, and for scales, which have a floor.
+    """fp32 / fp32, correctly rounded unless it underflows; for scales, which have a floor.
 
     A quotient by the correctly rounded reciprocal, corrected once by its exact remainder, is the correctly rounded one
     (Markstein); it takes no branch. The sign is copied, since the remainder of a zero has none.
@@ -413,6 +455,25 @@ def fp16_pair(x, y):
 
 
 @triton.jit
+def _two_floats(both):
+    """The halves of an int64 as fp32."""
+    return float_of(both.to(tl.int32)), float_of((both >> 32).to(tl.int32))
+
+
+@triton.jit
+def decode_e2m1_pair(values, PATHS: tl.constexpr):
+    """Two E2M1 codes in the low byte of an int32, the even one in the low nibble, to two fp32."""
+    if PATHS.scaled_reads:
+        return _two_floats(
+            tl.inline_asm_elementwise(
+                "v_cvt_scalef32_pk_f32_fp4 $0, $1, 1.0", "=v,v", [values], dtype=tl.int64, is_pure=True, pack=1
+            )
+        )
+    else:
+        return decode_e2m1(values & 15), decode_e2m1(values >> 4)
+
+
+@triton.jit
 def decode_e4m3_pair(values, PATHS: tl.constexpr):
     """Two E4M3 bytes in the low half of an int32 to two fp32."""
     if PATHS.e4m3 == "cvt":
@@ -422,6 +483,12 @@ def decode_e4m3_pair(values, PATHS: tl.constexpr):
         )  # fmt: skip
         x = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         return x, ((both >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif PATHS.scaled_reads:
+        return _two_floats(
+            tl.inline_asm_elementwise(
+                "v_cvt_scalef32_pk_f32_fp8 $0, $1, 1.0", "=v,v", [values], dtype=tl.int64, is_pure=True, pack=1
+            )
+        )
     else:
         return decode_e4m3(values & 0xFF), decode_e4m3((values >> 8) & 0xFF)
 

@@ -25,6 +25,21 @@ class LaunchConfig:
 _MOST_TOKENS = 8  # narrow rows are mostly padding and RoPE: with more of them a program's registers spill
 
 
+def configurations(spec: Spec) -> tuple[LaunchConfig, ...]:
+    """Every configuration that is worth trying: the default ones, and those of 8 to 128 elements for a thread."""
+    return tuple(
+        LaunchConfig(tokens, warps)
+        for warps in (1, 2, 4, 8)
+        for tokens in (1, 2, 4, 8, 16)
+        if (warps == 1 and tokens <= _most_tokens(spec)) or 8 <= tokens * spec.latent_dim / (32 * warps) <= 128
+    )
+
+
+def _most_tokens(spec: Spec) -> int:
+    """Tokens that one warp takes at most by default."""
+    return max(1, min(2048 // max(spec.latent_dim, 1), _MOST_TOKENS))
+
+
 def default_config(spec: Spec, token_bucket: int, compute_units: int) -> LaunchConfig:
     """A configuration that is good without tuning.
 
@@ -36,7 +51,7 @@ def default_config(spec: Spec, token_bucket: int, compute_units: int) -> LaunchC
         token_bucket: Its tokens, rounded up to a power of two.
         compute_units: Of the device.
     """
-    most = max(1, min(2048 // max(spec.latent_dim, 1), _MOST_TOKENS))
+    most = _most_tokens(spec)
     block_tokens = 1
     while 2 * block_tokens <= most and token_bucket // (2 * block_tokens) >= 4 * compute_units:
         block_tokens *= 2
@@ -55,8 +70,8 @@ class AttendConfig:
         num_stages: How deep the compiler pipelines plain rows: each tile under way takes one for its slots, one for it.
         block_dims: Values of a row that are taken at a time, a power of two of at least 64: products of few need fewer
             registers, and threads that share a row fewer addresses.
-        most_registers: Registers of a thread, so that more programs fit a multiprocessor; 0 leaves it to the compiler
-            (and so do AMD's GPUs).
+        most_registers: Registers of a thread, so that more programs fit a multiprocessor; 255 limits nothing (and so
+            does any number on AMD).
     """
 
     block_heads: int
@@ -65,7 +80,7 @@ class AttendConfig:
     num_warps: int
     num_stages: int
     block_dims: int = 128
-    most_registers: int = 0
+    most_registers: int = 255
 
 
 _LEAST_TILES = 2  # of a split
@@ -81,35 +96,35 @@ def attend_default(spec: AttendSpec, target: Target, queries: int, rows: int) ->
         rows: Rows of a query, likewise.
     """
     width = _padded(spec.value_dim)
+    plain = spec.format.element is Element.BF16
     block_heads = 16
     while block_heads < min(spec.heads, 64) and 2 * block_heads * width <= 1 << 15:
         block_heads *= 2
     num_warps = 8 if block_heads * width > 1 << 14 else 4
-    stages = (5, 3, 2) if spec.format.element is Element.BF16 else (2,)
-    for num_stages in stages:
-        for block_rows in (32, 16):
-            config = AttendConfig(block_heads, block_rows, 4, num_warps, num_stages)
-            if fits(spec, target, config):
-                return config
+    for block_rows, num_stages in ((32, 5), (32, 3), (32, 2), (16, 2)) if plain else ((32, 2), (16, 2)):
+        config = AttendConfig(block_heads, block_rows, 2, num_warps, num_stages, 64 if num_warps == 4 else 128)
+        if fits(spec, target, config):
+            return config
     return config
 
 
 def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
     """Every configuration that is worth trying, the default ones among them."""
     width = _padded(spec.value_dim)
-    heads = [heads for heads in (16, 32, 64) if heads < 2 * spec.heads and heads * width <= 1 << 15]
-    stages = (2, 3, 5, 7) if spec.format.element is Element.BF16 else (2,)
+    plain = spec.format.element is Element.BF16
+    heads = [heads for heads in (64, 32, 16) if heads < 2 * spec.heads and heads * width <= 1 << 15] or [16]
     found = [
-        AttendConfig(block_heads, rows, programs, warps, num_stages, registers)
-        for block_heads in heads or [16]
-        for rows in (16, 32, 64, 128)
-        for warps in (4, 8)
-        for registers in ((0, 128) if block_heads * width <= 32 * 32 * warps else (0,))
-        for num_stages in stages
-        for programs in (1, 2, 4, 8)
+        AttendConfig(block_heads, rows, programs, warps, num_stages, dims, registers)
+        for block_heads in heads[:2]
+        for rows in (32, 64, 16)
+        for warps in ((4, 8) if block_heads * width <= 1 << 14 else (8,))
+        for dims in (64, 128)
+        for registers in ((255, 128) if block_heads * width <= 32 * 32 * warps else (255,))
+        for num_stages in ((5, 3) if plain else (2,))
+        for programs in (2, 4, 1)
     ]
     default = attend_default(spec, target, 1, 1)
-    return tuple(config for config in found if fits(spec, target, config) or config == default)
+    return (default, *(config for config in found if config != default and fits(spec, target, config)))
 
 
 def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:

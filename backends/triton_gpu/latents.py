@@ -8,30 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
-from mxkv import devices, numerics
-from mxkv.backends.triton_gpu.codec import Paths, paths_of
-from mxkv.backends.triton_gpu.config import LaunchConfig, default_config
+from mxkv import devices, settings
+from mxkv.autotune_cache.choice import Choice
+from mxkv.backends.triton_gpu.codec import paths_of
+from mxkv.backends.triton_gpu.config import LaunchConfig, configurations, default_config
+from mxkv.backends.triton_gpu.launch import Launcher
 from mxkv.backends.triton_gpu.load import LoadTask, load_kernel
-from mxkv.backends.triton_gpu.regions import regions_of
 from mxkv.backends.triton_gpu.store import StoreTask, store_kernel
-from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec
+from mxkv.backends.triton_gpu.tasks import load_task, programs, store_task
+from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec, Tunable
 
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NO_GUARD = contextlib.nullcontext()
+NAME = "triton"  # the backend's, in its keys
+
+# What Triton specializes on: pointers and integers that are multiples of 16, integers that need 64 bits.
+_POINTER_MASK = 15
+_STRIDE_STEP = 16
+_MOST_INT32 = (1 << 31) - 1
+_NO_TENSOR = (None, 0, 0)
+_ANY_COUNT = 2  # a count that is not specialized on
 
 
 class _Launch:
     """What every launch for one spec has in common."""
 
-    def __init__(self, spec: Spec, element_size: int) -> None:
+    def __init__(self, spec: Spec, kernel: Any, element_size: int) -> None:
         self.spec = spec
         self.paths = paths_of(devices.target_of(spec.device))
-        self.compute_units = devices.describe(spec.device).compute_units
+        self.choose = Choice(spec, NAME, tunable(spec))
+        self.launcher = Launcher(kernel, spec.device)
         self.num_slots = spec.layout.num_slots
         self.block_stride = spec.layout.block_stride * spec.format.cache_dtype.itemsize
         self.dim = spec.latent_dim
@@ -39,15 +51,7 @@ class _Launch:
         # Not every target has the dtype fp8: kernels see its bytes.
         self.as_bytes = spec.format.cache_dtype == torch.float8_e4m3fn
         self.device_index = None if spec.device.type == "cpu" else spec.device.index
-        self.tasks: dict[tuple[int, int], Any] = {}
-        self.configs: dict[int, LaunchConfig] = {}
-
-    def config(self, tokens: int) -> LaunchConfig:
-        bucket = (tokens - 1).bit_length()
-        found = self.configs.get(bucket)
-        if found is None:
-            found = self.configs[bucket] = default_config(self.spec, 1 << bucket, self.compute_units)
-        return found
+        self.tasks: dict[tuple[Any, ...], Any] = {}
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device: make it the tensors'."""
@@ -56,13 +60,20 @@ class _Launch:
         return torch.cuda.device(self.device_index)
 
 
+def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    """What Triton specializes on in a tensor of indices or a table, and its stride."""
+    if tensor is None:
+        return _NO_TENSOR
+    return tensor.dtype, tensor.stride(0), tensor.data_ptr() & _POINTER_MASK
+
+
 class StoreLaunch(_Launch):
     """Quantizes rows and scatters them. See :func:`mxkv.store`."""
 
     spec: StoreSpec
 
     def __init__(self, spec: StoreSpec) -> None:
-        super().__init__(spec, spec.latent_dtype.itemsize)
+        super().__init__(spec, store_kernel, spec.latent_dtype.itemsize)
 
     def __call__(
         self,
@@ -74,25 +85,58 @@ class StoreLaunch(_Launch):
         cache_scale: torch.Tensor | None,
         config: LaunchConfig | None = None,
     ) -> None:
-        if not self.num_slots or (cos_sin is not None and not cos_sin.shape[0]):
+        max_position, table_stride = (0, 0) if cos_sin is None else (cos_sin.shape[0], cos_sin.stride(0))
+        if not self.num_slots or (cos_sin is not None and not max_position):
             return  # no slot, or no position, is in range
         tokens = slots.shape[0]
-        row_stride = latent.stride(0) if tokens > 1 else self.dim
-        aligned = (not latent.data_ptr() & self.pair_mask and not row_stride & 1, cache.data_ptr() & 3)
-        task = self.tasks.get(aligned)
-        if task is None:
-            task = self.tasks[aligned] = store_task(self.spec, self.paths, *aligned)
         if config is None:
-            config = self.config(tokens)
+            config = self.choose(tokens)
         if self.as_bytes:
             cache = cache.view(torch.uint8)
-        max_position, table_stride = (0, 0) if cos_sin is None else (cos_sin.shape[0], cos_sin.stride(0))
+        row_stride = latent.stride(0) if tokens > 1 else self.dim
+        cache_at, latent_at = cache.data_ptr() & _POINTER_MASK, latent.data_ptr() & _POINTER_MASK
+        slot_kind, position_kind = _kind(slots), _kind(positions)
+        task = self.task(cache_at, latent_at, row_stride, config)
+        key = (
+            config.block_tokens, config.num_warps, task, cache_at, latent_at, row_stride, tokens > _MOST_INT32,
+            slot_kind, position_kind, None if cos_sin is None else (_kind(cos_sin), max_position > _MOST_INT32),
+            None if cache_scale is None else cache_scale.data_ptr() & _POINTER_MASK,
+        )  # fmt: skip
         with self.guard():
-            store_kernel[(-(-tokens // config.block_tokens),)](
+            self.launcher(
+                key, programs(tokens, config.block_tokens, task.share), config.num_warps,
                 cache, latent, slots, positions, cos_sin, cache_scale,
-                tokens, self.num_slots, max_position, self.block_stride, row_stride, slots.stride(0),
-                0 if positions is None else positions.stride(0), table_stride,
-                task, config.block_tokens, num_warps=config.num_warps, enable_fp_fusion=False,
+                tokens, self.num_slots, max_position, self.block_stride, row_stride, slot_kind[1], position_kind[1],
+                table_stride, task, config.block_tokens,
+            )  # fmt: skip
+
+    def task(self, cache_at: int, latent_at: int, row_stride: int, config: LaunchConfig) -> StoreTask:
+        """The kernel's constants for tensors at addresses of which only the last bits are given."""
+        if not latent_at and not row_stride % _STRIDE_STEP:
+            row_alignment = _POINTER_MASK + 1
+        else:
+            pair = not latent_at & self.pair_mask and not row_stride & 1
+            row_alignment = (self.pair_mask + 1) >> (not pair)
+        kind = (row_alignment, cache_at & 3, config.num_warps == 1)
+        found = self.tasks.get(kind)
+        if found is None:
+            found = self.tasks[kind] = store_task(self.spec, self.paths, *kind)
+        return found
+
+    def compile(self, config: LaunchConfig) -> None:
+        """Compile for contiguous tensors at aligned addresses, and launch nothing."""
+        indices = torch.empty(1, dtype=torch.int64, device=self.spec.device)
+        floats = torch.empty(1, dtype=torch.float32, device=self.spec.device)
+        rows = floats.view(self.spec.latent_dtype)
+        bytes = floats.view(torch.uint8 if self.as_bytes else self.spec.format.cache_dtype)
+        positioned, rotate = self.spec.positioned, self.spec.rotate
+        with self.guard():
+            store_kernel.warmup(
+                bytes, rows, indices, indices if positioned else None, floats if rotate else None,
+                floats if self.spec.scaled else None,
+                1, self.num_slots, _ANY_COUNT if rotate else 0, self.block_stride, self.dim, 1, int(positioned),
+                ROPE_DIM if rotate else 0, self.task(0, 0, self.dim, config), config.block_tokens,
+                grid=(1,), num_warps=config.num_warps, enable_fp_fusion=False,
             )  # fmt: skip
 
 
@@ -102,7 +146,7 @@ class LoadLaunch(_Launch):
     spec: LoadSpec
 
     def __init__(self, spec: LoadSpec) -> None:
-        super().__init__(spec, spec.out_dtype.itemsize)
+        super().__init__(spec, load_kernel, spec.out_dtype.itemsize)
 
     def __call__(
         self,
@@ -113,20 +157,45 @@ class LoadLaunch(_Launch):
         config: LaunchConfig | None = None,
     ) -> None:
         tokens = slots.shape[0]
-        row_stride = out.stride(0) if tokens > 1 else self.dim
-        aligned = (cache.data_ptr() & 3, not out.data_ptr() & self.pair_mask and not row_stride & 1)
-        task = self.tasks.get(aligned)
-        if task is None:
-            task = self.tasks[aligned] = load_task(self.spec, self.paths, *aligned)
         if config is None:
-            config = self.config(tokens)
+            config = self.choose(tokens)
         if self.as_bytes:
             cache = cache.view(torch.uint8)
+        row_stride = out.stride(0) if tokens > 1 else self.dim
+        cache_at, out_at = cache.data_ptr() & _POINTER_MASK, out.data_ptr() & _POINTER_MASK
+        slot_kind = _kind(slots)
+        task = self.task(cache_at, out_at, row_stride)
+        key = (
+            config.block_tokens, config.num_warps, task, cache_at, out_at, row_stride, tokens > _MOST_INT32, slot_kind,
+            None if cache_scale is None else cache_scale.data_ptr() & _POINTER_MASK,
+        )  # fmt: skip
         with self.guard():
-            load_kernel[(-(-tokens // config.block_tokens),)](
+            self.launcher(
+                key, -(-tokens // config.block_tokens), config.num_warps,
                 cache, slots, out, cache_scale,
-                tokens, self.num_slots, self.block_stride, slots.stride(0), row_stride,
-                task, config.block_tokens, num_warps=config.num_warps, enable_fp_fusion=False,
+                tokens, self.num_slots, self.block_stride, slot_kind[1], row_stride,
+                task, config.block_tokens,
+            )  # fmt: skip
+
+    def task(self, cache_at: int, out_at: int, row_stride: int) -> LoadTask:
+        """The kernel's constants for tensors at addresses of which only the last bits are given."""
+        aligned = (cache_at & 3, not out_at & self.pair_mask and not row_stride & 1)
+        found = self.tasks.get(aligned)
+        if found is None:
+            found = self.tasks[aligned] = load_task(self.spec, self.paths, *aligned)
+        return found
+
+    def compile(self, config: LaunchConfig) -> None:
+        """Compile for contiguous tensors at aligned addresses, and launch nothing."""
+        indices = torch.empty(1, dtype=torch.int64, device=self.spec.device)
+        floats = torch.empty(1, dtype=torch.float32, device=self.spec.device)
+        bytes = floats.view(torch.uint8 if self.as_bytes else self.spec.format.cache_dtype)
+        with self.guard():
+            load_kernel.warmup(
+                bytes, indices, floats.view(self.spec.out_dtype), floats if self.spec.scaled else None,
+                1, self.num_slots, self.block_stride, 1, self.dim,
+                self.task(0, 0, self.dim), config.block_tokens,
+                grid=(1,), num_warps=config.num_warps, enable_fp_fusion=False,
             )  # fmt: skip
 
 
@@ -134,6 +203,33 @@ class LoadLaunch(_Launch):
 def prepare(spec: StoreSpec | LoadSpec) -> StoreLaunch | LoadLaunch:
     """What runs one kind of call."""
     return StoreLaunch(spec) if isinstance(spec, StoreSpec) else LoadLaunch(spec)
+
+
+def tunable(spec: Spec) -> Tunable:
+    """The launch configurations of one kind of call."""
+    compute_units = devices.describe(spec.device).compute_units
+    return Tunable(
+        LaunchConfig,
+        configurations(spec),
+        functools.partial(default_config, spec, compute_units=compute_units),
+        target=devices.target_of(spec.device).name,
+        source=_source(),
+        compiler=f"triton {triton.__version__}",
+    )
+
+
+def compile(spec: Spec, config: LaunchConfig) -> None:
+    """Compile what a call of contiguous tensors would launch in a configuration."""
+    if not settings.triton_interpret():
+        prepare(spec).compile(config)
+
+
+@functools.cache
+def _source() -> str:
+    """A hash of the kernels and of what they call."""
+    folder = Path(__file__).parent
+    sources = ("addressing.py", "codec.py", "load.py", "regions.py", "store.py", "tasks.py")
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in sources)).hexdigest()[:16]
 
 
 def store(spec: StoreSpec, *tensors: torch.Tensor | None, config: LaunchConfig | None = None) -> None:
@@ -146,69 +242,3 @@ def load(spec: LoadSpec, *tensors: torch.Tensor | None, config: LaunchConfig | N
     """Gather rows and dequantize them, with a launch configuration of the caller's."""
     run: Any = prepare(spec)
     run(*tensors, config=config)
-
-
-def store_task(spec: StoreSpec, paths: Paths, rows_aligned: bool, address: int) -> StoreTask:
-    """A store kernel's constants.
-
-    Args:
-        spec: The call.
-        paths: The target's instructions (:func:`paths_of`).
-        rows_aligned: Whether each row starts at a multiple of two elements.
-        address: Of the cache, or its last two bits.
-    """
-    format, dim = spec.format, spec.latent_dim
-    regions = regions_of(format, dim, dim - ROPE_DIM if spec.rotate else dim)
-    top = numerics.float_bits(format.element.max)
-    return StoreTask(
-        regions=regions,
-        dim=dim,
-        dtype=_DTYPES[spec.latent_dtype],
-        **_places(spec),
-        wide_loads=rows_aligned and dim % 2 == 0,
-        alignment=_alignment(spec, address),
-        limit=numerics.float_bits(format.finite_limit),
-        top_exponent=(top >> numerics.EXPONENT_SHIFT) - 127,
-        top_mantissa=top & numerics.MANTISSA_MASK,
-        element_max=format.element.max,
-        amax_floor=format.amax_floor,
-        pad_scales=format.scale_padding,
-        sanitize=spec.nonfinite == "sanitize",
-        compress_ratio=spec.compress_ratio,
-        paths=paths,
-    )
-
-
-def load_task(spec: LoadSpec, paths: Paths, address: int, rows_aligned: bool) -> LoadTask:
-    """A load kernel's constants; the arguments are those of :func:`store_task`."""
-    dim = spec.latent_dim
-    return LoadTask(
-        regions=regions_of(spec.format, dim, dim),
-        dim=dim,
-        dtype=_DTYPES[spec.out_dtype],
-        dtype_max=torch.finfo(spec.out_dtype).max,
-        **_places(spec),
-        alignment=_alignment(spec, address),
-        wide_stores=rows_aligned and dim % 2 == 0,
-        paths=paths,
-    )
-
-
-def _places(spec: StoreSpec | LoadSpec) -> dict[str, int]:
-    """The page layout in bytes, less what is passed at run time."""
-    layout, size = spec.layout, spec.format.cache_dtype.itemsize
-    return {
-        "block_size": layout.block_size,
-        "value_stride": layout.value_stride * size,
-        "scale_offset": layout.scale_offset * size,
-        "scale_stride": layout.scale_stride * size,
-    }
-
-
-def _alignment(spec: StoreSpec | LoadSpec, address: int) -> int:
-    """The widest access (1, 2 or 4 bytes) to which every pair of every record is aligned, in a cache at an address."""
-    layout, size = spec.layout, spec.format.cache_dtype.itemsize
-    regions = regions_of(spec.format, spec.latent_dim, spec.latent_dim)
-    widest = 4 if spec.latent_dim % 2 == 0 else size  # the last pair of an odd row has one element only
-    places = (layout.value_stride * size, layout.block_stride * size, *(region.value_offset for region in regions))
-    return math.gcd(widest, address, *places)

@@ -16,7 +16,7 @@ import dataclasses
 import triton
 import triton.language as tl
 
-from mxkv.backends.triton_gpu import codec
+from mxkv.backends.triton_gpu import addressing, codec
 from mxkv.backends.triton_gpu.codec import Paths
 from mxkv.backends.triton_gpu.regions import Region
 
@@ -133,7 +133,7 @@ def _load_region(
             else:
                 factor = codec.decode_e4m3(byte)
             if REGION.element == "e2m1":
-                x, y = codec.decode_e2m1(values & 15), codec.decode_e2m1(values >> 4)
+                x, y = codec.decode_e2m1_pair(values, PATHS)
             else:
                 x, y = codec.decode_e4m3_pair(values, PATHS)
             _store_pairs(row, at, x * factor[:, :, None], y * factor[:, :, None], mask, False, TASK)
@@ -159,11 +159,10 @@ def load_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     written = token < tokens
-    slot = tl.load(slots + token * slot_stride, mask=written, other=-1).to(tl.int64)
-    valid = (slot >= 0) & (slot < num_slots)
-    slot = tl.where(valid, slot, 0)
-    page = cache.to(tl.pointer_type(tl.uint8)) + slot // TASK.block_size * block_stride
-    place = slot % TASK.block_size
+    slot = tl.load(slots + token * slot_stride, mask=written, other=-1)
+    valid = addressing.within(slot, num_slots)
+    page, place = addressing.place_of(addressing.clamped(slot, num_slots), block_stride, TASK)
+    page = cache.to(tl.pointer_type(tl.uint8)) + page
     values_at = page + place * TASK.value_stride  # [TOKENS]
     scales_at = page + TASK.scale_offset + place * TASK.scale_stride
     for index in tl.static_range(tl.constexpr(len(TASK.regions))):

@@ -1,6 +1,7 @@
 """Quantize rows and scatter them into pages: one kernel for every format.
 
-    grid      one program for TOKENS consecutive rows
+    grid      one program for TOKENS consecutive rows; where RoPE or a bf16 tail makes several regions of a row, SHARE
+              programs take the first region of their rows, then one the other regions of all those rows
     reads     latent rows    [TOKENS, groups, pairs]     2 or 4 bytes a value, once
               slots          [TOKENS]
     writes    values         [TOKENS, groups, pairs]     1, 2 or 4 bytes a pair
@@ -8,8 +9,9 @@
 
 A tile has one line for each group, so that the largest magnitude of a group is found inside a few lanes and nothing
 changes its layout between the load and the store. A row is taken in up to three regions, each with its own element
-code: the quantized groups that no rotation touches, those that RoPE rotates, and a bf16 tail. RoPE's pairs are the very
-pairs that a tile holds: it needs no shuffle.
+code: the quantized groups that no rotation touches, those that RoPE rotates, and a bf16 tail. The first is most of the
+row, and the others cost most: programs of their own do not make it wait. RoPE's pairs are the very pairs that a tile
+holds: it needs no shuffle.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import dataclasses
 import triton
 import triton.language as tl
 
-from mxkv.backends.triton_gpu import codec
+from mxkv.backends.triton_gpu import addressing, codec
 from mxkv.backends.triton_gpu.codec import Paths
 from mxkv.backends.triton_gpu.regions import Region
 
@@ -30,10 +32,12 @@ class StoreTask:
 
     Attributes:
         regions: The row's regions (up to three).
+        share: Where a row has several regions: how many programs take the first one of their tokens for each that takes
+            the others, of the tokens of all of them. 0 where it has one.
         dim: Values of a row.
         dtype: Of the rows: "bf16", "fp16" or "fp32".
         block_size, value_stride, scale_offset, scale_stride: The page layout, in bytes.
-        wide_loads: Whether rows are aligned to a pair.
+        row_alignment: Bytes to which rows are known to be aligned: 16, those of a pair, or those of an element.
         alignment: Bytes (1, 2 or 4) to which every pair of every record is aligned.
         limit: The largest magnitude that counts as finite, as fp32 bits.
         top_exponent, top_mantissa: Of the element's largest value, as fp32 has them (exponent without bias).
@@ -42,17 +46,19 @@ class StoreTask:
         pad_scales: Zero bytes behind a record's scales.
         sanitize: Whether NaN and infinities are replaced.
         compress_ratio: Tokens whose (position + 1) is a multiple of it are stored.
+        one_warp: Whether a program has one warp.
         paths: The target's instructions.
     """
 
     regions: tuple[Region, ...]
+    share: int
     dim: int
     dtype: str
     block_size: int
     value_stride: int
     scale_offset: int
     scale_stride: int
-    wide_loads: bool
+    row_alignment: int
     alignment: int
     limit: int
     top_exponent: int
@@ -62,11 +68,21 @@ class StoreTask:
     pad_scales: int
     sanitize: bool
     compress_ratio: int
+    one_warp: bool
     paths: Paths
+
+    @property
+    def wide_loads(self) -> bool:
+        return self.dim % 2 == 0 and self.row_alignment >= {"bf16": 4, "fp16": 4, "fp32": 8}[self.dtype]
 
     @property
     def propagate(self) -> bool:
         return not self.sanitize
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Which regions a program takes: the first, or (of more tokens) those behind it."""
+        return ((0, 1), (1, len(self.regions))) if self.share else ((0, len(self.regions)),)
 
     @property
     def num_scales(self) -> int:
@@ -153,9 +169,14 @@ def _lost_byte(byte, lost, REGION: tl.constexpr):
 
 @triton.constexpr_function
 def _is_packed(region, task):
-    """Whether a region's groups are encoded two bf16 at a time, without taking them to fp32."""
+    """Whether a region's groups are encoded two bf16 at a time, without taking them to fp32.
+
+    Their assembly takes up to four words with the scale of the first: each thread must hold whole runs of four words,
+    which it does where it loads 16 bytes at a time.
+    """
+    runs = task.row_alignment == 16 and region.pairs % 4 == 0 and region.first % 8 == 0
     plain = task.dtype == "bf16" and region.rotated >= region.end and task.propagate and task.paths.pairs != "none"
-    return plain and (region.element == "e2m1" or (region.scale == "e8m0" and task.paths.e4m3 == "cvt"))
+    return runs and plain and (region.element == "e2m1" or (region.scale == "e8m0" and task.paths.e4m3 == "cvt"))
 
 
 @triton.jit
@@ -181,22 +202,21 @@ def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.co
     if TASK.sanitize:
         largest = codec.float_of(tl.full([1, 1, 1], TASK.limit, tl.int32))
         x, y = _sanitize(x, largest), _sanitize(y, largest)
-    magnitudes = tl.maximum(codec.bits_of(x) & 0x7FFFFFFF, codec.bits_of(y) & 0x7FFFFFFF)
-    byte, lost = _group_scale(tl.reduce(magnitudes, 2, codec._max_i32), False, REGION, TASK)
+    byte, lost = _group_scale(codec.largest_magnitude(x, y), False, REGION, TASK)
     if REGION.scale == "e8m0":
-        reciprocal = codec.float_of((254 - byte) << 23)
-        x, y = x * reciprocal[:, :, None], y * reciprocal[:, :, None]
+        reciprocal = codec.float_of((254 - byte) << 23)[:, :, None]
+        scaled_x, scaled_y = x * reciprocal, y * reciprocal
     else:
         scale = codec.decode_e4m3_scale(byte, PATHS)[:, :, None]
         if REGION.element == "e2m1":
-            x, y = codec.divide_by_scale(x, scale, PATHS), codec.divide_by_scale(y, scale, PATHS)
+            scaled_x, scaled_y = codec.quotients_for_e2m1(x, y, scale, PATHS)
         else:
             scale = tl.broadcast_to(scale, x.shape)
-            x, y = tl.math.div_rn(x, scale), tl.math.div_rn(y, scale)
+            scaled_x, scaled_y = tl.math.div_rn(x, scale), tl.math.div_rn(y, scale)
     if REGION.element == "e2m1":
-        values = codec.encode_e2m1_pair(x, y, REGION.scale != "e8m0")
+        values = codec.encode_e2m1_pair(scaled_x, scaled_y, x, y, REGION.scale != "e8m0")
     else:
-        values = codec.encode_e4m3_pair(x, y, PATHS)
+        values = codec.encode_e4m3_pair(scaled_x, scaled_y, PATHS)
     # A lost group's codes are zeros, whatever came out of what is not finite.
     return values & codec.spread(tl.where(lost, 0, -1), values), _lost_byte(byte, lost, REGION)
 
@@ -275,8 +295,11 @@ def _store_region(
             values, byte = _encode_packed(rows, pair + REGION.first // 2, mask, REGION, TASK)
         else:
             values, byte = _encode_group(rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], REGION, TASK)
-        scale = REGION.first_scale + group[None, :]
-        tl.store(scales_at[:, None] + scale, byte.to(tl.uint8), mask=here)
+        scales = scales_at[:, None] + REGION.first_scale + group[None, :]
+        if INDEX > 0 and TASK.one_warp:
+            # Few: stored byte by byte they need no exchange between threads, which was faster on an H200.
+            scales = tl.max_contiguous(scales, [1, 1])
+        tl.store(scales, byte.to(tl.uint8), mask=here)
     else:
         inside = inside & (pair < REGION.all_pairs)
         mask = read[:, None, None] & inside
@@ -286,42 +309,75 @@ def _store_region(
     _store_values(record, pair, values, stored[:, None, None] & inside, REGION, TASK)
 
 
+@triton.jit
+def _store_part(
+    first, cache, latent, slots, positions, cos_sin, reciprocal,
+    tokens, num_slots, max_position, block_stride, latent_stride, slot_stride, position_stride, table_stride,
+    TASK: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Some of the regions of TOKENS rows, from row ``first`` on."""
+    token = first + tl.arange(0, TOKENS)
+    given = token < tokens
+    slot = tl.load(slots + token * slot_stride, mask=given, other=-1)
+    stored = addressing.within(slot, num_slots)
+    at = token * 0
+    # Rows are read before their slots are known: the two loads' latencies overlap, and padding is rare.
+    read = given
+    if positions is not None:
+        position = tl.load(positions + token * position_stride, mask=given, other=-1)
+        if TASK.compress_ratio > 1:
+            stored = stored & (position % TASK.compress_ratio == TASK.compress_ratio - 1)  # of a negative one: never
+            read = stored  # half of the rows are not stored: reading them would cost more
+        if cos_sin is not None:
+            stored = stored & addressing.within(position, max_position)
+            position = addressing.clamped(position, max_position)
+            at = (position - position % TASK.compress_ratio).to(tl.int64) * table_stride
+        else:
+            stored = stored & (position >= 0)
+    slot = addressing.clamped(slot, num_slots)
+    page, place = addressing.place_of(slot, block_stride, TASK)
+    page = cache.to(tl.pointer_type(tl.uint8)) + page
+    values_at = page + place * TASK.value_stride  # [TOKENS]
+    scales_at = page + TASK.scale_offset + place * TASK.scale_stride
+    for index in tl.static_range(tl.constexpr(TASK.parts[PART][0]), tl.constexpr(TASK.parts[PART][1])):
+        _store_region(
+            latent, cos_sin, token, read, stored, at, latent_stride, values_at, scales_at, reciprocal, index, TASK
+        )
+    if PART == 0:
+        for extra in tl.static_range(tl.constexpr(TASK.pad_scales)):
+            tl.store(scales_at + TASK.num_scales + extra, tl.zeros([TOKENS], tl.uint8), mask=stored)
+
+
 @triton.jit(do_not_specialize=["tokens", "num_slots", "max_position"])
 def store_kernel(
     cache, latent, slots, positions, cos_sin, cache_scale,
     tokens, num_slots, max_position, block_stride, latent_stride, slot_stride, position_stride, table_stride,
     TASK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    given = token < tokens
-    slot = tl.load(slots + token * slot_stride, mask=given, other=-1).to(tl.int64)
-    stored = (slot >= 0) & (slot < num_slots)
-    at = token * 0
-    # Rows are read before their slots are known: the two loads' latencies overlap, and padding is rare.
-    read = given
-    if positions is not None:
-        position = tl.load(positions + token * position_stride, mask=given, other=-1).to(tl.int64)
-        stored = stored & (position >= 0)
-        if TASK.compress_ratio > 1:
-            stored = stored & ((position + 1) % TASK.compress_ratio == 0)
-            read = stored  # half of the rows are not stored: reading them would cost more
-        if cos_sin is not None:
-            stored = stored & (position < max_position)
-            position = tl.minimum(tl.maximum(position, 0), max_position - 1)
-            at = (position // TASK.compress_ratio * TASK.compress_ratio) * table_stride
-    slot = tl.where(stored, slot, 0)
-    page = cache.to(tl.pointer_type(tl.uint8)) + slot // TASK.block_size * block_stride
-    place = slot % TASK.block_size
-    values_at = page + place * TASK.value_stride  # [TOKENS]
-    scales_at = page + TASK.scale_offset + place * TASK.scale_stride
+    program = tl.program_id(0).to(tl.int64)
     if cache_scale is not None:
         one = tl.full([1], 1.0, tl.float32)
         reciprocal = tl.math.div_rn(one, tl.load(cache_scale + tl.arange(0, 1)))[:, None, None]
     else:
         reciprocal = tl.full([1, 1, 1], 1.0, tl.float32)
-    for index in tl.static_range(tl.constexpr(len(TASK.regions))):
-        _store_region(
-            latent, cos_sin, token, read, stored, at, latent_stride, values_at, scales_at, reciprocal, index, TASK
-        )
-    for extra in tl.static_range(tl.constexpr(TASK.pad_scales)):
-        tl.store(scales_at + TASK.num_scales + extra, tl.zeros([TOKENS], tl.uint8), mask=stored)
+    if TASK.share == 0:
+        _store_part(
+            program * TOKENS, cache, latent, slots, positions, cos_sin, reciprocal, tokens, num_slots, max_position,
+            block_stride, latent_stride, slot_stride, position_stride, table_stride, TASK, 0, TOKENS,
+        )  # fmt: skip
+    else:
+        round = program // (TASK.share + 1)
+        turn = program % (TASK.share + 1)
+        if turn < TASK.share:
+            _store_part(
+                (round * TASK.share + turn) * TOKENS, cache, latent, slots, positions, cos_sin, reciprocal,
+                tokens, num_slots, max_position,
+                block_stride, latent_stride, slot_stride, position_stride, table_stride, TASK, 0, TOKENS,
+            )  # fmt: skip
+        else:
+            _store_part(
+                round * TASK.share * TOKENS, cache, latent, slots, positions, cos_sin, reciprocal,
+                tokens, num_slots, max_position,
+                block_stride, latent_stride, slot_stride, position_stride, table_stride,
+                TASK, 1, TASK.share * TOKENS,
+            )  # fmt: skip

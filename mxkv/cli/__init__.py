@@ -12,7 +12,7 @@ def make_app() -> typer.Typer:
     """The command line with all its commands."""
     import typer
 
-    from mxkv.cli import demo, info, verify
+    from mxkv.cli import configs, demo, info, tune, verify
 
     app = typer.Typer(
         name="mxkv",
@@ -21,8 +21,9 @@ def make_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for command in (demo.demo, info.info, verify.verify):
+    for command in (demo.demo, info.info, tune.tune, verify.verify):
         app.command()(command)
+    app.add_typer(configs.make_app())
     return app
 
 

@@ -73,7 +73,8 @@ class Case:
     @property
     def aligned(self) -> bool:
         """Whether rows and records allow the widest accesses."""
-        whole = self.gap == 0 and self.format.value_bytes(self.dim) % WIDEST_ACCESS == 0
+        power_of_two = self.format.group & (self.format.group - 1) == 0
+        whole = power_of_two and self.gap == 0 and self.format.value_bytes(self.dim) % WIDEST_ACCESS == 0
         return whole and self.format.record_bytes(self.dim) % WIDEST_ACCESS == 0 and self.dim % 128 == 0
 
 
@@ -130,17 +131,6 @@ class Recorder:
 
 def launch_of(case: Case) -> Recorder:
     """What the backend launches for a case."""
-    kernel = {"store": "store_kernel", "load": "load_kernel"}[case.operation]
-    recorder = Recorder(getattr(latents, kernel))
-    setattr(latents, kernel, recorder)
-    try:
-        _launch(case)
-    finally:
-        setattr(latents, kernel, recorder.kernel)
-    return recorder
-
-
-def _launch(case: Case) -> None:
     format, dim, blocks, block_size, tokens = case.format, case.dim, 2, 16, 32
     width, size = format.record_width(dim), format.cache_dtype.itemsize
     page = block_size * width + case.gap // size
@@ -151,17 +141,20 @@ def _launch(case: Case) -> None:
     if case.operation == "load":
         out = torch.empty(tokens, dim, dtype=case.dtype)
         spec = checks.load_spec(cache, slots, format.spec, dim, case.dtype, scale, out)
-        config = case.config or default_config(spec, MANY_TOKENS, H200_COMPUTE_UNITS)
-        latents.load(spec, cache, slots, out, scale, config=config)
-        return
+        return _recorded(latents.LoadLaunch(spec), case, cache, slots, out, scale)
     latent = torch.zeros(tokens, dim, dtype=case.dtype)
     positions = slots if case.rope or case.ratio > 1 else None
     table = torch.zeros(tokens, ROPE_DIM) if case.rope else None
     store_spec = checks.store_spec(
         cache, latent, slots, format.spec, positions, table, case.ratio, scale, case.nonfinite
     )
-    config = case.config or default_config(store_spec, MANY_TOKENS, H200_COMPUTE_UNITS)
-    latents.store(store_spec, cache, latent, slots, positions, table, scale, config=config)
+    return _recorded(latents.StoreLaunch(store_spec), case, cache, latent, slots, positions, table, scale)
+
+
+def _recorded(launch: Any, case: Case, *tensors: torch.Tensor | None) -> Recorder:
+    recorder = launch.launcher.kernel = Recorder(launch.launcher.kernel)
+    launch(*tensors, config=case.config or default_config(launch.spec, MANY_TOKENS, H200_COMPUTE_UNITS))
+    return recorder
 
 
 def compile_launch(launch: Recorder, target: Target) -> Any:
@@ -261,8 +254,13 @@ def _instructions(case: Case, target: Target) -> dict[str, bool]:
             least = r"min\.u16x2" if target.bf16_pairs == "full" else r"min\.bf16x2"
             wanted |= dict.fromkeys((r"fma\.rn\.bf16x2", least), case.nonfinite == "propagate")
         return wanted
-    # gfx942's fp8 instructions speak another code (fnuz); no other converter exists there.
-    return {r"v_cvt\w*_(?:fp8|bf8)": False} if target.fp8 == "fnuz" else {}
+    # gfx942's fp8 instructions speak another code (fnuz), and it has no converter for FP4.
+    reads = target.fp4_unpack and case.operation == "load"
+    return {
+        r"v_cvt\w*_f32_fp4": reads and case.format.element is Element.E2M1,
+        r"v_cvt\w*_f32_fp8": reads and e4m3,
+        r"v_cvt\w*_(fp8|bf8|fp4)_": False,  # writing is in software: what the converters do is not the oracle's to say
+    }
 
 
 def main() -> int:

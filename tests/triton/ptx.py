@@ -86,7 +86,7 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "min.u16x2": _packed_u16(torch.minimum),
     "max.u16x2": _packed_u16(torch.maximum),
     "sub.rn.f32": lambda a, b: bits_of(float_of(a) - float_of(b)),
-    "rcp.approx.f32": lambda a: bits_of(1 / float_of(a)),
+    "rcp.approx.ftz.f32": lambda a: bits_of(1 / float_of(a)),
     "cvt.rn.bf16x2.f32": lambda high, low: (
         (bits_of(bf16(float_of(high).double()).float()) & 0xFFFF0000)
         | (bits_of(bf16(float_of(low).double()).float()) >> 16)

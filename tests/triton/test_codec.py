@@ -14,7 +14,7 @@ import triton.language as tl  # noqa: E402
 
 import mxkv  # noqa: E402
 from mxkv import Element, Format, Scale, devices, numerics  # noqa: E402
-from mxkv.backends.triton_gpu import codec, latents  # noqa: E402
+from mxkv.backends.triton_gpu import codec, tasks  # noqa: E402
 from mxkv.contracts import LoadSpec, StoreSpec  # noqa: E402
 from mxkv.paging import contiguous_layout  # noqa: E402
 from tests.support import FORMATS, name_of  # noqa: E402
@@ -30,9 +30,9 @@ def apply_kernel(x, out, FUNCTION: tl.constexpr, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
     value = tl.load(x + at)
     if FUNCTION == "e2m1":
-        tl.store(out + at, codec.encode_e2m1_pair(value, value, True) & 0xFF)
+        tl.store(out + at, codec.encode_e2m1_pair(value, value, value, value, True) & 0xFF)
     elif FUNCTION == "e2m1 within 6":
-        tl.store(out + at, codec.encode_e2m1_pair(value, value, False) & 0xFF)
+        tl.store(out + at, codec.encode_e2m1_pair(value, value, value, value, False) & 0xFF)
     elif FUNCTION == "e4m3":
         tl.store(out + at, codec.encode_e4m3(value))
     elif FUNCTION == "bf16":
@@ -121,7 +121,7 @@ def test_a_tasks_constants_are_its_formats(format: Format) -> None:
     layout = contiguous_layout(format, d, 4, 8)
     paths = codec.paths_of(devices.TARGETS["hopper"])
     spec = StoreSpec(torch.device("cpu"), format, d, torch.bfloat16, layout, nonfinite="sanitize", compress_ratio=2)
-    task = latents.store_task(spec, paths, True, 0)
+    task = tasks.store_task(spec, paths, 16, 0, True)
     top = numerics.float_bits(format.element.max)
     assert (task.top_exponent + 127) << 23 | task.top_mantissa == top
     assert task.limit == numerics.float_bits(format.finite_limit)
@@ -129,7 +129,7 @@ def test_a_tasks_constants_are_its_formats(format: Format) -> None:
     assert (task.pad_scales, task.num_scales) == (format.scale_padding, format.num_groups(d))
     assert (task.sanitize, task.compress_ratio) == (True, 2)
     bytes_per = format.cache_dtype.itemsize
-    read = latents.load_task(LoadSpec(torch.device("cpu"), format, d, torch.float16, layout), paths, 0, True)
+    read = tasks.load_task(LoadSpec(torch.device("cpu"), format, d, torch.float16, layout), paths, 0, True)
     for found in (task, read):
         assert found.block_size == layout.block_size
         assert found.value_stride == layout.value_stride * bytes_per

@@ -186,3 +186,88 @@ def test_more_rows_than_two_to_the_31_elements() -> None:
     loaded = mxkv.load(cache, slots, out=rows, backend="triton")
     assert torch.equal(loaded[-8:].cpu(), mxkv.load(want, torch.arange(8), backend="torch"))
     assert not loaded[: tokens - 8].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pools_past_two_to_the_32_bytes(name: str) -> None:
+    width = mxkv.FORMATS[name].record_bytes(512)
+    blocks = (1 << 32) // (64 * width) + 2
+    if torch.cuda.mem_get_info()[0] < 64 * width * blocks + (1 << 30):
+        pytest.skip("needs 5 GB of GPU memory")
+    cache = mxkv.empty_cache(name, blocks, 64, 512, "cuda")
+    rows = rows_of(32, 512, torch.bfloat16).cuda()
+    first = blocks * 64 - 32
+    slots, near = torch.arange(first, first + 32, device="cuda"), torch.arange(32, 64, device="cuda")
+    arguments = arguments_of(name, 32)
+    mxkv.store(cache, rows, slots, **arguments)
+    small = mxkv.empty_cache(name, 1, 64, 512, "cuda")
+    mxkv.store(small, rows, near, **arguments)
+    assert torch.equal(cache[-1].view(torch.uint8), small[0].view(torch.uint8))
+    assert not cache[:-1].view(torch.uint8).any()
+    reading = {k: arguments[k] for k in ("format", "cache_scale", "backend")}
+    assert torch.equal(mxkv.load(cache, slots, **reading), mxkv.load(small, near, **reading))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "dsv4", "bf16"])
+def test_one_plan_serves_tensors_of_every_alignment(name: str) -> None:
+    """What was compiled for aligned tensors is not launched for others: addresses, dtypes, strides change in turn."""
+    tokens, blocks = 24, 4
+    width = mxkv.FORMATS[name].record_bytes(512)
+    table = cos_sin_table(64)
+    rows = rows_of(tokens, 512, torch.bfloat16)
+    order = torch.randperm(blocks * 8)[:tokens]
+    want = mxkv.empty_cache(name, blocks, 8, 512)
+    mxkv.store(want, rows, order, format=name, positions=torch.arange(tokens), cos_sin=table, backend="torch")
+    read = mxkv.load(want, order, format=name, backend="torch")
+    for shift in (0, 1, 0, 2, 3, 8, 0):
+        for dtype, step in ((torch.int64, 1), (torch.int32, 1), (torch.int64, 2)):
+            size = want.element_size()
+            memory = torch.zeros(blocks * 8 * width + 64, dtype=torch.uint8, device="cuda")
+            cache = memory[shift * size :][: blocks * 8 * width].view(want.dtype).view(want.shape)
+            latent = torch.zeros(tokens * 512 + 16, dtype=torch.bfloat16, device="cuda")[shift : tokens * 512 + shift]
+            latent = latent.view(tokens, 512).copy_(rows)
+            indices = torch.zeros(2 * tokens + 16, dtype=dtype, device="cuda")[shift:]
+            indices = indices[: step * tokens : step].copy_(order)
+            positions = torch.zeros(tokens + 16, dtype=dtype, device="cuda")[shift:][:tokens]
+            positions.copy_(torch.arange(tokens))
+            turned = torch.zeros(64 * 64 + 16, device="cuda")[shift : shift + 64 * 64].view(64, 64).copy_(table)
+            mxkv.store(cache, latent, indices, format=name, positions=positions, cos_sin=turned, backend="triton")
+            assert torch.equal(cache.view(torch.uint8).cpu(), want.view(torch.uint8)), (shift, dtype, step)
+            out = torch.zeros(tokens * 512 + 16, dtype=torch.bfloat16, device="cuda")[shift : tokens * 512 + shift]
+            mxkv.load(cache, indices, format=name, out=out.view(tokens, 512), backend="triton")
+            assert torch.equal(out.view(tokens, 512).cpu(), read), (shift, dtype, step)
+
+
+def test_a_call_is_one_launch_and_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of call that was never tuned: one kernel for each call, whatever the tuner could do with it."""
+    from mxkv.backends.triton_gpu.launch import Launcher
+
+    launches: list[int] = []
+    launch = Launcher.__call__
+    monkeypatch.setattr(
+        Launcher, "__call__", lambda self, *arguments: (launches.append(1), launch(self, *arguments))[1]
+    )
+    rows, slots = rows_of(16, 832, torch.bfloat16).cuda(), torch.arange(16, device="cuda")
+    cache = mxkv.empty_cache("mxfp4", 4, 8, 832, "cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        mxkv.store(cache, rows, slots, backend="triton")
+        mxkv.load(cache, slots, out=rows, format="mxfp4", backend="triton")
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() for _ in range(event.count) if "kernel" in event.key]
+    assert len(launches) == 2
+    assert sorted(kernels) == ["load_kernel", "store_kernel"]
+
+
+def test_tuning_is_refused_under_capture() -> None:
+    rows, slots = rows_of(16, 896, torch.bfloat16).cuda(), torch.arange(16, device="cuda")
+    cache = mxkv.empty_cache("mxfp4", 4, 8, 896, "cuda")
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()), mxkv.tuning():
+        pass
+    with mxkv.tuning(), pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        mxkv.store(cache, rows, slots, backend="triton")
+    torch.cuda.synchronize()
+    mxkv.store(cache, rows, slots, backend="triton")
+    want = mxkv.empty_cache("mxfp4", 4, 8, 896)
+    mxkv.store(want, rows.cpu(), slots.cpu(), backend="torch")
+    assert torch.equal(cache.cpu(), want)

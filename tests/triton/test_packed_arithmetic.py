@@ -5,6 +5,10 @@ A GPU is not needed: a bf16 product, sum or fused multiply-add is exact in fp64,
 
 from __future__ import annotations
 
+import itertools
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -59,6 +63,38 @@ def test_e2m1_codes_under_an_e4m3_scale(error: float) -> None:
         # Quotients past bf16's range saturate all the same.
         quotient = quotient.clamp(max=2.0**126)
         assert torch.equal(codes_by_three_sums(quotient, 1.0, saturate=True), want), byte
+
+
+def fp32(x: Fraction) -> float:
+    """A positive number rounded to fp32, nearest even; inside its normal range."""
+    exponent = math.frexp(float(x))[1] - 24
+    return math.ldexp(round(x / Fraction(2) ** exponent), exponent)
+
+
+@pytest.mark.parametrize("error", [-2, -1, 0, 1, 2])
+def test_e2m1_codes_of_fp32_under_an_e4m3_scale(error: int) -> None:
+    """The quotient from a reciprocal in two fp32 parts is on the right side of every tie, however the first is rounded.
+
+    Around every tie, where alone it could be on the wrong one, for every scale: each step in exact arithmetic.
+    """
+    ties = [Fraction(2 * k + 1, 4) for k in range(4)] + [Fraction(5, 2), Fraction(7, 2), Fraction(5)]
+    for byte in range(1, 0x7F):
+        scale = float(numerics.decode_e4m3(torch.tensor([byte], dtype=torch.uint8)))
+        high = fp32(1 / Fraction(scale))
+        high += error * math.ldexp(1.0, math.frexp(high)[1] - 24)
+        rest = 1 - Fraction(scale) * Fraction(high)
+        low = Fraction(math.copysign(fp32(abs(rest)), rest)) * Fraction(high) if rest else Fraction(0)
+        low = Fraction(math.copysign(fp32(abs(low)), low)) if low else Fraction(0)
+        near, quotients = [], []
+        for tie, step in itertools.product(ties, range(-9, 10)):
+            middle = fp32(tie * Fraction(scale))
+            x = torch.tensor([middle]).view(torch.int32).add(step).view(torch.float32).item()
+            product = Fraction(x) * low
+            product = Fraction(math.copysign(fp32(abs(product)), product)) if product else product
+            near.append(x)
+            quotients.append(fp32(Fraction(x) * Fraction(high) + product))
+        want = numerics.encode_e2m1(torch.tensor(near) / torch.tensor(scale))
+        assert torch.equal(numerics.encode_e2m1(torch.tensor(quotients)), want), byte
 
 
 def test_e4m3_scales_of_bf16() -> None:

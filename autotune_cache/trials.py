@@ -1,0 +1,454 @@
+"""The calls that a tuner makes: private tensors, inputs that try hard, and what the oracle makes of them.
+
+Each operation has one class here, listed in :data:`OPERATIONS`. It draws two kinds of calls: a :class:`Trial`, small,
+of nasty inputs, in an allocation with guard bytes, whose outcome is compared with the oracle's; and, for timing, many
+sets of tensors cut from one pool, so that buckets of one kind of call share their memory.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mxkv import devices, dispatch, settings
+from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec
+from mxkv.formats import Placement
+from mxkv.paging import PageLayout
+
+ORACLE = "torch"
+MIB = 1 << 20
+
+_POISON = 0xA5
+_GUARD = 1024  # bytes before and after what a call may write; keeps every alignment that a kernel looks at
+_FEW_HUNDRED, _FEW_INTERPRETED = 331, 21  # odd, so that the last tile of any size is a part of one
+_EVEN = 256  # a count that compilers specialize on
+_MOST_EDGE = 600
+_SPARE_BLOCKS = 3
+_MAX_POSITION = 8192
+_RUN = 64  # tokens that follow one another, where pages do not say
+_SET_STEP = 32  # sets start at multiples of so many tokens: their tensors are aligned as a caller's are
+_MOST_SETS, _FEW_SETS = 512, 256
+_UNKNOWN_L2 = 60 * MIB
+_CPU_CACHE = 8 * MIB
+_STORED_PAGES_TOKENS = 4096
+
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+class TooLarge(ValueError):
+    """A call's tensors do not fit into the memory that a tuner may take."""
+
+
+@dataclasses.dataclass
+class Trial:
+    """One call on private tensors.
+
+    Attributes:
+        spec: The call; its layout is that of these tensors.
+        tensors: The arguments, as a backend's function takes them after the spec.
+        whole: All bytes of the allocation that it writes into, guards included.
+        expected: The same bytes after the oracle's call.
+    """
+
+    spec: Spec
+    tensors: Tensors
+    whole: torch.Tensor
+    before: torch.Tensor
+    expected: torch.Tensor
+
+    def run(self, prepared: Callable[..., None], config: Any) -> None:
+        """Make the call on fresh bytes."""
+        self.whole.copy_(self.before)
+        prepared(*self.tensors, config=config)
+
+    def outcome(self) -> torch.Tensor:
+        """Every byte that the call could have written."""
+        return self.whole
+
+
+class Operation(abc.ABC):
+    """The calls of one kind.
+
+    Args:
+        spec: The kind; the number of its pages, and how far they stand apart, are chosen anew for each allocation.
+    """
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+        self.device: torch.device = spec.device
+        self._trials: dict[tuple[tuple[int, ...], int], Trial] = {}
+        self._prepared: dict[tuple[str, Spec], Callable[..., None]] = {}
+        self._capacity = 0
+
+    # To be checked.
+
+    @abc.abstractmethod
+    def draw(self, sizes: tuple[int, ...], seed: int) -> Trial:
+        """A call of these sizes on nasty inputs."""
+
+    @abc.abstractmethod
+    def difference(self, trial: Trial) -> str:
+        """What is wrong with a trial's outcome; empty where nothing is."""
+
+    def trial(self, sizes: tuple[int, ...], seed: int = 0) -> Trial:
+        """As :meth:`draw`, which happens once."""
+        key = sizes, seed
+        if key not in self._trials:
+            self._trials[key] = self.draw(sizes, seed)
+        return self._trials[key]
+
+    def check_sizes(self, config: Any) -> list[tuple[int, ...]]:
+        """The sizes at which a configuration is checked: one, a few hundred, and the edges of its tiles."""
+        few = _FEW_INTERPRETED if settings.triton_interpret() else _FEW_HUNDRED
+        counts = {1, few} if settings.triton_interpret() else {1, few, _EVEN}
+        for number in vars(config).values():
+            if isinstance(number, int) and not isinstance(number, bool):
+                for tile in (number, number // self.spec.latent_dim):  # of tokens, or of elements
+                    counts |= {tile - 1, tile, tile + 1} if 1 < tile < min(_MOST_EDGE, 2 * few) else set()
+        return [(count,) for count in sorted(counts) if count]
+
+    def check(self, backend: str, config: Any, sizes: tuple[int, ...]) -> str:
+        """Make a call of these sizes and compare it with the oracle's; what is wrong, or nothing."""
+        trial = self.trial(sizes)
+        trial.run(self.prepared(backend, trial.spec), config)
+        found = self.difference(trial)
+        return f"{found} (of {', '.join(map(str, sizes))} tokens)" if found else ""
+
+    def prepared(self, backend: str, spec: Spec) -> Callable[..., None]:
+        """What runs a kind of call on a backend."""
+        key = backend, spec
+        if key not in self._prepared:
+            self._prepared[key] = dispatch.get_backend(backend).load().prepare(spec)
+        return self._prepared[key]
+
+    # To be timed.
+
+    @abc.abstractmethod
+    def call_bytes(self, sizes: tuple[int, ...]) -> int:
+        """Bytes that a call moves."""
+
+    @abc.abstractmethod
+    def fill(self, tokens: int) -> Spec:
+        """Draw the pool for so many tokens; the spec of the calls that are cut from it."""
+
+    @abc.abstractmethod
+    def cut(self, start: int, sizes: tuple[int, ...]) -> Tensors:
+        """The tensors of a call from the pool, from a token on."""
+
+    def sets(self, sizes: tuple[int, ...], most: tuple[int, ...]) -> tuple[Spec, list[Tensors]]:
+        """Sets of tensors, together larger than twice the last cache; of calls so small that they never are, some.
+
+        Args:
+            sizes: Of a call.
+            most: The largest sizes that will be asked for: the pool is drawn once.
+
+        Raises:
+            TooLarge: The tensors would take more memory than there is to spare.
+        """
+        tokens, per_token = sizes[0], max(1, self.call_bytes((1, *sizes[1:])))
+        beyond_cache = 2 * cache_bytes(self.device)
+        wanted = max(most[0], tokens, 2 * beyond_cache // per_token)  # as many sets of any size as are needed
+        wanted = -(-wanted // _SET_STEP) * _SET_STEP
+        if self._capacity < tokens:
+            spare = spare_memory(self.device)
+            if tokens * per_token > spare:
+                raise TooLarge(f"{tokens} tokens take {tokens * per_token >> 20} MiB, {spare >> 20} MiB are to spare")
+            self._pool_spec = self.fill(max(tokens, min(wanted, spare // per_token)))
+            self._capacity = max(tokens, min(wanted, spare // per_token))
+        step = -(-tokens // _SET_STEP) * _SET_STEP
+        there = max(1, self._capacity // step)
+        needed = beyond_cache // (tokens * per_token) + 1
+        count = min(there, needed if needed <= _MOST_SETS else _FEW_SETS)
+        spread = there // count  # small calls stand far apart
+        return self._pool_spec, [self.cut(i * spread * step, sizes) for i in range(count)]
+
+
+class StoreCalls(Operation):
+    """Stores: every byte of the cache's allocation is the oracle's."""
+
+    spec: StoreSpec
+
+    def draw(self, sizes: tuple[int, ...], seed: int) -> Trial:
+        (tokens,) = sizes
+        spec, g = self.spec, torch.Generator().manual_seed(seed)
+        layout = private_layout(spec, tokens)
+        whole, cache = allocate(spec, layout)
+        whole.fill_(_POISON)
+        slots = page_order(tokens, layout, g)
+        slots[3::16] = -1
+        slots[11::16] = layout.num_slots + torch.arange(len(slots[11::16])) * 7
+        positions = table = None
+        if spec.positioned:
+            positions = torch.randint(_RUN, (tokens,), generator=g)
+            positions[5::17] = -1
+            positions[9::17] = _RUN + 3
+            if tokens == 1:
+                positions[:] = 2 * spec.compress_ratio - 1
+        if spec.rotate:
+            table = _table(_RUN, g)
+        arguments = (
+            messy_rows(tokens, spec.latent_dim, spec.latent_dtype, g), slots, positions, table, _scale(spec.scaled),
+        )  # fmt: skip
+        return _trial(dataclasses.replace(spec, layout=layout), whole, cache, arguments)
+
+    def difference(self, trial: Trial) -> str:
+        return _different_bytes(trial.outcome(), trial.expected)
+
+    def call_bytes(self, sizes: tuple[int, ...]) -> int:
+        (tokens,) = sizes
+        return tokens * (self.spec.latent_dim * self.spec.latent_dtype.itemsize + _slot_bytes(self.spec))
+
+    def fill(self, tokens: int) -> Spec:
+        spec, g = self.spec, torch.Generator(self.device).manual_seed(0)
+        layout = private_layout(spec, tokens, spare=0)
+        _, self._cache = allocate(spec, layout)
+        self._rows = torch.randn(tokens, spec.latent_dim, dtype=spec.latent_dtype, device=self.device, generator=g)
+        self._slots = page_order(tokens, layout, g)
+        self._positions = _positions(tokens, g) if spec.positioned else None
+        self._table = _table(_MAX_POSITION, g) if spec.rotate else None
+        self._scale = _on(self.device, _scale(spec.scaled))
+        return dataclasses.replace(spec, layout=layout)
+
+    def cut(self, start: int, sizes: tuple[int, ...]) -> Tensors:
+        (tokens,) = sizes
+        here = slice(start, start + tokens)
+        positions = None if self._positions is None else self._positions[here]
+        return self._cache, self._rows[here], self._slots[here], positions, self._table, self._scale
+
+
+class LoadCalls(Operation):
+    """Loads: every value is the oracle's bit for bit (any NaN equals any other), and no guard byte changes."""
+
+    spec: LoadSpec
+
+    def draw(self, sizes: tuple[int, ...], seed: int) -> Trial:
+        (tokens,) = sizes
+        spec, g = self.spec, torch.Generator().manual_seed(seed)
+        layout = private_layout(spec, tokens)
+        pages, cache = allocate(spec, layout)
+        # Half of the records are any bytes there are, the others what a store writes.
+        pages.copy_(torch.randint(256, pages.shape, dtype=torch.uint8, generator=g))
+        self._store(cache, layout, torch.randperm(layout.num_slots, generator=g)[::2], g)
+        width = spec.latent_dim * spec.out_dtype.itemsize
+        whole = torch.full((tokens * width + 2 * _GUARD,), _POISON, dtype=torch.uint8, device=self.device)
+        out = whole[_GUARD:-_GUARD].view(spec.out_dtype).view(tokens, spec.latent_dim)
+        slots = torch.randint(layout.num_slots, (tokens,), generator=g)
+        slots[3::16] = -1
+        slots[11::16] = layout.num_slots + torch.arange(len(slots[11::16])) * 7
+        return _trial(
+            dataclasses.replace(spec, layout=layout), whole, cache, (slots, out, _scale(spec.scaled)), inputs=(cache,)
+        )
+
+    def _store(self, cache: torch.Tensor, layout: PageLayout, slots: torch.Tensor, g: torch.Generator) -> None:
+        spec = self.spec
+        stored = StoreSpec(
+            self.device, spec.format, spec.latent_dim, torch.bfloat16, layout, scaled=spec.scaled, nonfinite="propagate"
+        )
+        rows = messy_rows(slots.shape[0], spec.latent_dim, torch.bfloat16, g)
+        run_oracle(stored, (cache, rows, slots, None, None, _scale(spec.scaled)))
+
+    def difference(self, trial: Trial) -> str:
+        if not torch.equal(trial.outcome(), trial.expected):  # else there is nothing to look at closely
+            inside = slice(_GUARD, -_GUARD)
+            dtype = self.spec.out_dtype
+            have, want = trial.outcome()[inside].view(dtype), trial.expected[inside].view(dtype)
+            both = have.isnan() & want.isnan()
+            merged = trial.outcome().clone()
+            merged[inside].view(dtype).copy_(torch.where(both, want, have))
+            return _different_bytes(merged, trial.expected)
+        return ""
+
+    def call_bytes(self, sizes: tuple[int, ...]) -> int:
+        (tokens,) = sizes
+        return tokens * (self.spec.latent_dim * self.spec.out_dtype.itemsize + _slot_bytes(self.spec))
+
+    def fill(self, tokens: int) -> Spec:
+        spec, g = self.spec, torch.Generator(self.device).manual_seed(0)
+        layout = private_layout(spec, tokens, spare=0)
+        whole, self._cache = allocate(spec, layout)
+        self._slots = page_order(tokens, layout, g)
+        # The oracle is slow: it stores some pages, and the others are copies of them.
+        blocks = min(layout.num_blocks, max(1, _STORED_PAGES_TOKENS // layout.block_size))
+        first = dataclasses.replace(layout, num_blocks=blocks)
+        page = layout.block_stride * spec.format.cache_dtype.itemsize
+        pages = whole[_GUARD:-_GUARD]
+        pages.zero_()
+        self._store(self._cache, first, torch.arange(min(first.num_slots, _STORED_PAGES_TOKENS)), torch.Generator())
+        for start in range(blocks, layout.num_blocks, blocks):
+            part = pages[start * page : (start + blocks) * page]
+            part.copy_(pages[: part.shape[0]])
+        self._out = torch.empty(tokens, spec.latent_dim, dtype=spec.out_dtype, device=self.device)
+        self._scale = _on(self.device, _scale(spec.scaled))
+        return dataclasses.replace(spec, layout=layout)
+
+    def cut(self, start: int, sizes: tuple[int, ...]) -> Tensors:
+        (tokens,) = sizes
+        here = slice(start, start + tokens)
+        return self._cache, self._slots[here], self._out[here], self._scale
+
+
+OPERATIONS: Mapping[str, type[Operation]] = MappingProxyType({"store": StoreCalls, "load": LoadCalls})
+"""The class that makes the calls of each operation. A new operation that is to be tuned needs one."""
+
+
+def operation_of(spec: Spec) -> Operation:
+    """What makes a kind of call.
+
+    Raises:
+        ValueError: The tuner does not know the operation.
+    """
+    if spec.operation not in OPERATIONS:
+        raise ValueError(f"{spec.operation} cannot be tuned; these can: {', '.join(OPERATIONS)}")
+    return OPERATIONS[spec.operation](spec)
+
+
+def run_oracle(spec: Spec, tensors: Tensors) -> None:
+    """Make a call on the oracle, on the device of its tensors."""
+    operations = dispatch.get_backend(ORACLE).load()
+    getattr(operations, spec.operation)(spec, *(_on(spec.device, tensor) for tensor in tensors))
+
+
+# Memory.
+
+
+def cache_bytes(device: torch.device) -> int:
+    """What calls must move so that none finds its data in the last cache: a GPU's L2, a part of a CPU's."""
+    if device.type == "cpu":
+        return _CPU_CACHE
+    return devices.describe(device).l2_bytes or _UNKNOWN_L2
+
+
+def spare_memory(device: torch.device) -> int:
+    """Bytes that the tuner's tensors may take: half of what is free."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 2
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, OSError, ValueError):
+        return 2048 * MIB
+
+
+def private_layout(spec: Spec, tokens: int, *, spare: int = _SPARE_BLOCKS) -> PageLayout:
+    """A spec's layout with as many pages as so many tokens take.
+
+    Pages that stand far apart (views of a large pool) are moved together where memory would not do, without a change of
+    what kernels see of the distance: its alignment.
+
+    Raises:
+        TooLarge: One page takes more memory than there is to spare.
+    """
+    layout, size = spec.layout, spec.format.cache_dtype.itemsize
+    blocks = -(-tokens // layout.block_size) + spare
+    most = spare_memory(spec.device) // size
+    if blocks * layout.block_stride <= most:
+        return dataclasses.replace(layout, num_blocks=blocks)
+    page = _page_elements(spec)
+    stride = page + (layout.block_stride - page) % 16
+    if blocks * stride > most:
+        raise TooLarge(f"{blocks} pages take {blocks * stride * size >> 20} MiB, {most * size >> 20} MiB are to spare")
+    return dataclasses.replace(layout, num_blocks=blocks, block_stride=min(stride, layout.block_stride))
+
+
+def allocate(spec: Spec, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """All bytes of an allocation, and the cache in it: guards before and behind, and between pages that stand apart."""
+    dtype = spec.format.cache_dtype
+    size, width = dtype.itemsize, spec.format.record_width(spec.latent_dim)
+    pages = (layout.num_blocks - 1) * layout.block_stride + max(_page_elements(spec), layout.block_stride)
+    whole = torch.zeros(pages * size + 2 * _GUARD, dtype=torch.uint8, device=spec.device)
+    row = width if spec.format.placement is Placement.PAGE else layout.value_stride
+    shape = (layout.num_blocks, layout.block_size, width)
+    cache = whole.view(dtype).as_strided(shape, (layout.block_stride, row, 1), _GUARD // size)
+    return whole, cache
+
+
+def _page_elements(spec: Spec) -> int:
+    """Elements from a page's first to its last, both included."""
+    width = spec.format.record_width(spec.latent_dim)
+    if spec.format.placement is Placement.PAGE:
+        return spec.layout.block_size * width
+    return (spec.layout.block_size - 1) * spec.layout.value_stride + width
+
+
+def _slot_bytes(spec: Spec) -> int:
+    """Bytes of memory that one slot of a cache takes, or that it would at least."""
+    return spec.format.record_bytes(spec.latent_dim)
+
+
+# Inputs.
+
+
+def page_order(tokens: int, layout: PageLayout, g: torch.Generator) -> torch.Tensor:
+    """Slots of that many tokens, each once: pages in random order, tokens one after another inside a page."""
+    run = layout.block_size if layout.block_size > 1 else _RUN
+    runs = -(-layout.num_slots // run)
+    starts = torch.randperm(runs, device=g.device, generator=g) * run
+    slots = (starts[:, None] + torch.arange(run, device=g.device)).flatten()
+    return slots[slots < layout.num_slots][:tokens].contiguous()
+
+
+def messy_rows(tokens: int, dim: int, dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    """Rows whose runs of 16 values differ wildly: any magnitude, ties, zeros of both signs, what is not finite."""
+    runs = torch.randn(tokens, dim // 16 + 1, 16, generator=g, dtype=torch.float64)
+    low, high = (-24, 15) if dtype == torch.float16 else (-140, 126)
+    far = torch.randint(low, high, runs.shape[:2], generator=g)
+    near = torch.randint(-9, 10, runs.shape[:2], generator=g)
+    power = 2.0 ** torch.where(torch.rand(runs.shape[:2], generator=g) < 0.3, far, near).double()[..., None]
+    tied = torch.randint(-24, 25, runs.shape, generator=g) / 4
+    runs = torch.where(torch.rand(runs.shape, generator=g) < 0.2, tied, runs) * power
+    kind = torch.rand(runs.shape, generator=g)
+    runs[kind < 0.04] = 0.0
+    runs[kind < 0.02] = -0.0
+    runs[torch.rand(runs.shape[:2], generator=g) < 0.06] = 0.0
+    for i, value in enumerate((float("nan"), float("inf"), -float("inf"), 2.5e38, -3.3e38)):
+        runs[(kind > 0.5 + i * 5e-4) & (kind < 0.5 + (i + 1) * 5e-4)] = value
+    return runs.flatten(1)[:, :dim].to(torch.float32).to(dtype).contiguous()
+
+
+def _table(rows: int, g: torch.Generator) -> torch.Tensor:
+    angle = torch.rand(rows, ROPE_DIM // 2, device=g.device, generator=g) * (2 * math.pi)
+    return torch.cat((angle.cos(), angle.sin()), -1)
+
+
+def _positions(tokens: int, g: torch.Generator) -> torch.Tensor:
+    """Positions as sequences have them: runs that start anywhere."""
+    starts = torch.randint(_MAX_POSITION // _RUN, (-(-tokens // _RUN),), device=g.device, generator=g) * _RUN
+    return (starts[:, None] + torch.arange(_RUN, device=g.device)).flatten()[:tokens].contiguous()
+
+
+def _scale(scaled: bool) -> torch.Tensor | None:
+    return torch.full((1,), 0.37) if scaled else None
+
+
+def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+# Comparisons.
+
+
+def _trial(spec: Spec, whole: torch.Tensor, cache: torch.Tensor, arguments: Tensors, inputs: Tensors = ()) -> Trial:
+    """A trial whose expected bytes the oracle has written."""
+    tensors = (cache, *(_on(spec.device, tensor) for tensor in arguments))
+    before = whole.clone()
+    run_oracle(spec, tensors)
+    expected = whole.clone()
+    return Trial(spec, tensors, whole, before, expected)
+
+
+def _different_bytes(have: torch.Tensor, want: torch.Tensor) -> str:
+    if torch.equal(have, want):
+        return ""
+    wrong = (have != want).nonzero().flatten()
+    first = int(wrong[0])
+    where = "of the guards" if first < _GUARD or first >= want.shape[0] - _GUARD else f"at byte {first - _GUARD}"
+    return (
+        f"wrong bytes: {wrong.shape[0]} of {want.shape[0]} differ from the oracle's, the first {where}: "
+        f"expected {int(want[first]):#04x}, got {int(have[first]):#04x}"
+    )

@@ -1,0 +1,732 @@
+"""The tuner: checks, times and records the candidates of each key, and survives whatever they do.
+
+Candidates run in a worker process only (:mod:`mxkv.autotune_cache.worker`), on tensors of its own. What was measured is
+written while the tuner goes on, so that one that is stopped loses nothing, and one that is started again goes on there.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import datetime
+import errno
+import json
+import logging
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mxkv import devices, dispatch, settings
+from mxkv.autotune_cache import lookup, measure, trials
+from mxkv.autotune_cache.entries import Candidate, Entry, EntryStore, StoreError, config_to_json, write_file
+from mxkv.autotune_cache.keys import Key, canonical, key_of, soft_of, spec_to_json
+from mxkv.autotune_cache.shapes import NotTunable, Work, describe, grouped, tunable_of
+from mxkv.autotune_cache.worker import (
+    TIMEOUT_S,
+    Worker,
+    WorkerEnded,
+    WorkerError,
+    added_backends,
+    one_line,
+    reason_of,
+    request,
+)
+from mxkv.contracts import Spec, Tunable
+
+logger = logging.getLogger("mxkv")
+
+COMPILE_TIMEOUT_S = 300.0
+_MOST_PROCESSES = 16
+_FLUSH_S = 1.0
+_LOCK_POLL_S = 0.2
+_LONGEST_SPEC = 1000  # of an entry's strings
+
+
+STATES = ("tuned", "kept", "partial", "failed", "left")
+"""What can become of a key (:attr:`Result.status`)."""
+
+
+class KeyFailed(RuntimeError):
+    """A key cannot be tuned, and no candidate is to blame."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of one key.
+
+    Attributes:
+        work: What was to be tuned.
+        key: Its key.
+        status: "tuned"; "kept" (it was tuned before); "partial" (time ran out before every candidate was timed to the
+            end); "failed"; "left" (time ran out before it began).
+        entry: Its entry now, or None.
+        timed: How many candidates were timed now.
+        seconds: How long that took.
+        reason: Why it failed.
+    """
+
+    work: Work
+    key: Key
+    status: str
+    entry: Entry | None = None
+    timed: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+    @property
+    def rejected(self) -> tuple[Candidate, ...]:
+        """The candidates that must not be taken."""
+        return tuple(c for c in self.entry.candidates if c.rejected is not None) if self.entry else ()
+
+    @property
+    def best_us(self) -> float | None:
+        """The time of the choice."""
+        return None if self.entry is None else time_of(self.entry, self.entry.best)
+
+    @property
+    def default_us(self) -> float | None:
+        """The time of what would be taken without tuning."""
+        return None if self.entry is None else time_of(self.entry, self.entry.default)
+
+
+def time_of(entry: Entry, config: Mapping[str, Any]) -> float | None:
+    """The median of one of an entry's candidates; None where it has none."""
+    return next((c.median_us for c in entry.candidates if c.config == config and c.rejected is None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far the tuner is.
+
+    Attributes:
+        done, total: Keys.
+        seconds: Since it began.
+        eta_s: Seconds that are likely left, from the keys that were tuned now; None where none was.
+        result: The key that was finished now, or None.
+        note: What else there is to say.
+    """
+
+    done: int
+    total: int
+    seconds: float
+    eta_s: float | None = None
+    result: Result | None = None
+    note: str = ""
+
+
+def is_finished(entry: Entry, tunable: Tunable) -> bool:
+    """Whether every candidate was timed to the end."""
+    known = [candidate.config for candidate in entry.candidates]
+    return entry.provenance.get("finished") is not False and all(config_to_json(c) in known for c in tunable.space)
+
+
+class Session:
+    """One device's worker, and which candidates it has found right.
+
+    Args:
+        device: The device.
+        timeout_s: How long one step of a candidate may take.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        self._backends = added_backends()
+        self._worker: Worker | None = None
+        self._verdicts: dict[tuple[str, Spec, str], str] = {}
+        self.provenance: dict[str, Any] = {}
+
+    def worker(self) -> Worker:
+        """The worker, started if there is none.
+
+        Raises:
+            WorkerError: It does not start.
+        """
+        if self._worker is None or not self._worker.alive:
+            self.close()
+            self._worker = new_worker(self.device, self._backends, self.timeout_s)
+            self._worker.hello()
+            if not self.provenance:
+                for event in self._worker.ask({"do": "provenance"}):
+                    self.provenance = {name: value for name, value in event.items() if name != "event"}
+        return self._worker
+
+    def _ask(self, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of an answer; a worker that cannot go on is ended.
+
+        Raises:
+            KeyFailed: Something else than a candidate failed.
+            WorkerEnded: The worker died or hung.
+        """
+        for event in self.worker().ask(asked):
+            if event["event"] == "error":
+                self.close()
+                raise KeyFailed(event["reason"])
+            yield event
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def verdict(self, work: Work, config: dict[str, Any]) -> str:
+        """Why a candidate must not be taken, or nothing. Buckets of one kind of call launch the same code: asked once.
+
+        Raises:
+            KeyFailed: It could not be found out.
+        """
+        key = work.backend, work.spec, canonical(config)
+        if key not in self._verdicts:
+            self._verdicts[key] = self._check(work, config)
+        return self._verdicts[key]
+
+    def reject(self, work: Work, config: dict[str, Any], reason: str) -> None:
+        """Note that a candidate must not be taken, for any bucket."""
+        self._verdicts[work.backend, work.spec, canonical(config)] = reason
+
+    def _check(self, work: Work, config: dict[str, Any]) -> str:
+        begun, found = False, ""
+        try:
+            for event in self._ask(request("check", work.spec, work.backend, config=config)):
+                begun = begun or event["event"] == "at"
+                if event["event"] == "rejected":
+                    found = event["reason"]
+        except WorkerEnded as ended:
+            if not begun:
+                raise KeyFailed(f"the worker could not draw inputs: {ended}") from None
+            found = found or str(ended)
+        return found
+
+    def race(
+        self,
+        work: Work,
+        configs: Sequence[dict[str, Any]],
+        most: tuple[int, ...],
+        budget_s: float | None,
+        on_candidate: Callable[[Candidate], None],
+    ) -> bool:
+        """Time candidates against each other; whether that was done to the end.
+
+        Args:
+            work: The key.
+            configs: The candidates.
+            most: The largest sizes that this kind of call will be timed at.
+            budget_s: Seconds after which to stop.
+            on_candidate: Told what is known of a candidate, as often as that changes.
+
+        Raises:
+            KeyFailed: It could not be done.
+        """
+        left = list(configs)
+        started = time.monotonic()
+        while left:
+            budget = None if budget_s is None else budget_s - (time.monotonic() - started)
+            if budget is not None and budget <= 0:
+                return False
+            asked = request(
+                "time", work.spec, work.backend, sizes=work.buckets, most=most, configs=left, budget_s=budget
+            )
+            at, out = None, set()
+            finished = False
+            try:
+                for event in self._ask(asked):
+                    at = event.get("candidate", at)
+                    if event["event"] == "timing":
+                        numbers = {name: event[name] for name in ("median_us", "p20_us", "p80_us", "count")}
+                        on_candidate(Candidate(left[event["candidate"]], **numbers))
+                    elif event["event"] == "rejected":
+                        out.add(event["candidate"])
+                        on_candidate(Candidate(left[event["candidate"]], rejected=event["reason"]))
+                    elif event["event"] == "finished":
+                        finished = event["finished"]
+                return finished or len(out) == len(left)
+            except WorkerEnded as ended:
+                if at is None:
+                    raise KeyFailed(f"the worker could not draw inputs: {ended}") from None
+                if at not in out:
+                    self.reject(work, left[at], str(ended))  # it would end the worker at each other bucket too
+                    on_candidate(Candidate(left[at], rejected=str(ended)))
+                out.add(at)
+                left = [config for index, config in enumerate(left) if index not in out]
+        return True
+
+
+def new_worker(device: torch.device, backends: Sequence[str], timeout_s: float) -> Worker:
+    """A worker process for a device, just started."""
+    threads = devices.describe(device).compute_units if device.type == "cpu" else 1
+    return Worker(device, backends=backends, threads=threads, timeout_s=timeout_s)
+
+
+class Compiling:
+    """Compiles candidates in several processes, ahead of their checks.
+
+    Args:
+        jobs: The kinds of calls and their candidates, in the order in which they will be wanted.
+        device: What they are compiled for.
+    """
+
+    def __init__(self, jobs: Sequence[tuple[Work, dict[str, Any]]], device: torch.device) -> None:
+        self._device = device
+        self._backends = added_backends()
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self._started: list[Worker] = []
+        self._closed = threading.Event()
+        self._futures: dict[tuple[str, Spec, str], concurrent.futures.Future[str]] = {}
+        wanted = {(w.backend, w.spec, canonical(c)): (w, c) for w, c in jobs}
+        processes = max(1, min(_cpus() - 1, -(-len(wanted) // 2), _MOST_PROCESSES))
+        self._pool = concurrent.futures.ThreadPoolExecutor(processes, thread_name_prefix="mxkv-compile")
+        for key, (work, config) in wanted.items():
+            self._futures[key] = self._pool.submit(self._compile, work, config)
+
+    def reason(self, work: Work, config: dict[str, Any]) -> str:
+        """Why a candidate does not compile, or nothing; waits until that is known."""
+        future = self._futures.get((work.backend, work.spec, canonical(config)))
+        return "" if future is None else future.result()
+
+    def _compile(self, work: Work, config: dict[str, Any]) -> str:
+        if self._closed.is_set():
+            return ""
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = new_worker(self._device, self._backends, COMPILE_TIMEOUT_S)
+            self._started.append(worker)
+            if self._closed.is_set():
+                worker.kill()
+            try:
+                worker.hello()
+            except WorkerError:  # the worker that measures will compile it, or say why not
+                return ""
+        found = ""
+        try:
+            for event in worker.ask(request("compile", work.spec, work.backend, config=config)):
+                if event["event"] in ("rejected", "error"):
+                    found = f"does not compile: {event['reason']}"
+        except WorkerEnded as ended:
+            return "" if self._closed.is_set() else f"does not compile: {ended}"
+        self._idle.put(worker)
+        return found
+
+    def close(self) -> None:
+        """End the processes."""
+        self._closed.set()
+        for worker in self._started:
+            worker.kill()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for worker in self._started:
+            worker.close()
+
+    def close_if_done(self) -> None:
+        """End the processes once there is nothing to compile: each of them holds memory of the device."""
+        if not self._closed.is_set() and all(future.done() for future in self._futures.values()):
+            self.close()
+
+
+def _cpus() -> int:
+    allowed: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
+
+
+@dataclasses.dataclass
+class _Job:
+    """A key that is to be tuned, and what is known of its candidates."""
+
+    work: Work
+    key: Key
+    tunable: Tunable
+    known: dict[str, Candidate]
+    todo: list[dict[str, Any]]
+    stale: bool = False
+
+    def entry(self, provenance: dict[str, Any], finished: bool) -> Entry | None:
+        """The entry of what is known; None where no candidate can be taken."""
+        space = [config_to_json(config) for config in self.tunable.space]
+        found = [self.known.get(canonical(config)) for config in space]
+        best = measure.winner([None if c is None or c.rejected is not None else c.median_us for c in found])
+        if best is None:
+            return None
+        spec = json.dumps(spec_to_json(self.work.spec))
+        now = datetime.datetime.now(datetime.timezone.utc)
+        extra = {
+            "date": now.isoformat(timespec="seconds"),
+            "finished": finished,
+            "spec": spec if len(spec) <= _LONGEST_SPEC else None,
+        }
+        return Entry(
+            self.key, soft_of(self.tunable), space[best], tuple(c for c in found if c is not None),
+            config_to_json(self.tunable.default(*self.work.buckets)), {**provenance, **extra},
+        )  # fmt: skip
+
+
+class Tuning:
+    """One run of the tuner over some works of one device.
+
+    Args:
+        works: What to tune. Keys that were tuned before are kept; stale ones come first.
+        budget_s: Seconds after which to stop.
+        on_progress: Told of each key, and of what goes wrong.
+        store: Where entries are kept; None stands for the user's cache.
+        timeout_s: How long one step of a candidate may take.
+        session: The worker to use; None starts one and ends it.
+        record: Keeps an entry; None writes it into the store, and a store that cannot be written is an error.
+
+    Attributes:
+        results: One for each key, in the order in which they were done.
+
+    Raises:
+        ValueError: The works are on several devices.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        *,
+        budget_s: float | None = None,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        store: EntryStore | None = None,
+        timeout_s: float = TIMEOUT_S,
+        session: Session | None = None,
+        record: Callable[[Entry], object] | None = None,
+    ) -> None:
+        if len({work.spec.device for work in works}) > 1:
+            raise ValueError("expected works on one device, one tuner for each")
+        self.works = grouped(works)
+        self.store = store or lookup.resolver().store
+        self.results: list[Result] = []
+        self._budget_s = budget_s
+        self._on_progress = on_progress
+        self._timeout_s = timeout_s
+        self._session = session
+        self._record = record or self.store.write
+        self._strict = record is None
+        self._started = time.monotonic()
+        self._total = 0
+        self._siblings: dict[str, Entry] | None = None
+        self._told: set[tuple[str, Spec, str, str | None]] = set()
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self._started
+
+    def run(self) -> list[Result]:
+        """Tune. What was measured is kept where this ends by an exception, KeyboardInterrupt included.
+
+        Raises:
+            StoreError: Nothing can be written.
+            WorkerError: No worker process can be started.
+        """
+        if not self.works:
+            return []
+        device = self.works[0].spec.device
+        self._started = time.monotonic()
+        with self._lock(device), contextlib.ExitStack() as stack:
+            self.store.sweep()
+            jobs = self._jobs()
+            if not jobs:
+                return self.results
+            session = self._session
+            if session is None:
+                session = Session(device, self._timeout_s)
+                stack.callback(session.close)
+            compiling = self._compiling(jobs, device) if self._left() > 0 else None
+            if compiling is not None:
+                stack.callback(compiling.close)
+            stack.callback(lookup.resolver().changed)
+            most: dict[tuple[str, Spec], tuple[int, ...]] = {}
+            for job in jobs:
+                kind = job.work.backend, job.work.spec
+                most[kind] = tuple(map(max, most.get(kind, job.work.buckets), job.work.buckets))
+            for job in jobs:
+                kind = job.work.backend, job.work.spec
+                if self._left() <= 0:
+                    self._done(Result(job.work, job.key, "left", self.store.read(job.key)))
+                    continue
+                self._tune(job, session, compiling, most[kind])
+        return self.results
+
+    def plan(self) -> list[tuple[Work, Key, str]]:
+        """What a run would do: each work, its key, and "new", "stale", "unfinished" or "kept"."""
+        found = []
+        for work in self._unique():
+            tunable = tunable_of(work.spec, work.backend)
+            key = key_of(work.spec, work.buckets, backend=work.backend, tunable=tunable)
+            entry = self.store.read(key, tunable)
+            state = "new"
+            if entry is not None:
+                state = "kept" if is_finished(entry, tunable) else "unfinished"
+                state = "stale" if entry.stale(soft_of(tunable)) else state
+            found.append((work, key, state))
+        return found
+
+    def _unique(self) -> Iterator[Work]:
+        """The works, each key once: specs of other page counts are the same call."""
+        seen = set()
+        for work in self.works:
+            key = key_of(
+                work.spec, work.buckets, backend=work.backend, tunable=tunable_of(work.spec, work.backend)
+            )  # fmt: skip
+            if key not in seen:
+                seen.add(key)
+                yield work
+
+    def _jobs(self) -> list[_Job]:
+        jobs = []
+        planned = self.plan()
+        self._total = len(planned)
+        for work, key, state in planned:
+            tunable = tunable_of(work.spec, work.backend)
+            entry = None if state in ("new", "stale") else self.store.read(key, tunable)
+            if state == "kept" and entry is not None:
+                self._done(Result(work, key, "kept", entry))
+                continue
+            jobs.append(self._job(work, key, tunable, entry, stale=state == "stale"))
+        return sorted(jobs, key=lambda job: not job.stale)
+
+    def _job(self, work: Work, key: Key, tunable: Tunable, entry: Entry | None, *, stale: bool) -> _Job:
+        space = {canonical(config_to_json(c)): config_to_json(c) for c in tunable.space}
+        source = entry or (None if stale else self._sibling(key, tunable))
+        known = {} if source is None else {canonical(c.config): c for c in source.candidates}
+        known = {name: candidate for name, candidate in known.items() if name in space}
+        again: list[str] = []
+        if entry is not None and entry.provenance.get("finished") is False:
+            timed = [(c.median_us, name) for name, c in known.items() if c.median_us is not None and not c.rejected]
+            again = [name for _, name in sorted(timed)[: measure.Plan().finalists]]
+        todo = [config for name, config in space.items() if name not in known or name in again]
+        return _Job(work, key, tunable, known, todo, stale)
+
+    def _sibling(self, key: Key, tunable: Tunable) -> Entry | None:
+        """An entry of the same call with other candidates: what it knows of those that are still there is kept."""
+        if self._siblings is None:
+            self._siblings = {_without_space(entry.key): entry for entry in self.store.entries()}
+        found = self._siblings.get(_without_space(key))
+        return None if found is None or found.stale(soft_of(tunable)) else found
+
+    def _compiling(self, jobs: Sequence[_Job], device: torch.device) -> Compiling | None:
+        if settings.triton_interpret():
+            return None
+        wanted = [
+            (job.work, config)
+            for job in jobs
+            for config in job.todo
+            if hasattr(dispatch.get_backend(job.work.backend).load(), "compile")
+        ]
+        return Compiling(wanted, device) if wanted else None
+
+    def _tune(self, job: _Job, session: Session, compiling: Compiling | None, most: tuple[int, ...]) -> None:
+        started = time.monotonic()
+        flushed = started
+        finished, reason = False, ""
+        timed: set[str] = set()
+
+        def note(candidate: Candidate) -> None:
+            nonlocal flushed
+            name = canonical(candidate.config)
+            job.known[name] = candidate
+            if candidate.rejected is None:
+                timed.add(name)
+            else:
+                self._tell_rejected(job.work, candidate)
+            if time.monotonic() - flushed > _FLUSH_S:
+                self._keep(job.entry(session.provenance, False))
+                flushed = time.monotonic()
+
+        try:
+            if job.todo:
+                finished = self._measure(job, session, compiling, most, note)
+            else:
+                finished = True
+        except KeyFailed as error:
+            reason = str(error)
+        finally:  # however it ends
+            entry = job.entry(session.provenance, finished)
+            self._keep(entry)
+        status = "failed" if reason else "tuned" if finished else "partial" if timed else "left"
+        if entry is None and finished:
+            status = "failed"
+            reason = "every candidate was rejected: " + "; ".join(
+                sorted({c.rejected or "" for c in job.known.values()})
+            )
+        self._done(Result(job.work, job.key, status, entry, len(timed), time.monotonic() - started, one_line(reason)))
+
+    def _measure(
+        self,
+        job: _Job,
+        session: Session,
+        compiling: Compiling | None,
+        most: tuple[int, ...],
+        note: Callable[[Candidate], None],
+    ) -> bool:
+        """Check and time a key's candidates; whether that was done to the end."""
+        session.worker()
+        right = []
+        for config in job.todo:
+            found = compiling.reason(job.work, config) if compiling is not None else ""
+            if found:
+                session.reject(job.work, config, found)
+            found = session.verdict(job.work, config)
+            if found:
+                note(Candidate(config, rejected=one_line(found)))
+            else:
+                right.append(config)
+        if compiling is not None:
+            compiling.close_if_done()
+        # The first one says how many calls a sample takes: of the default it is known that it is not slow.
+        default = config_to_json(job.tunable.default(*job.work.buckets))
+        right.sort(key=lambda config: config != default)
+        left = self._left()
+        return session.race(job.work, right, most, None if left == float("inf") else left, note)
+
+    def _keep(self, entry: Entry | None) -> None:
+        if entry is not None:
+            self._record(entry)
+
+    def _left(self) -> float:
+        return float("inf") if self._budget_s is None else self._budget_s - self.seconds
+
+    def _done(self, result: Result) -> None:
+        self.results.append(result)
+        self._tell(result=result)
+
+    def _tell(self, **what: Any) -> None:
+        done = len(self.results)
+        tuned = sum(result.status != "kept" for result in self.results)
+        eta = self.seconds / tuned * (self._total - done) if tuned else None
+        self._on_progress(Progress(done, self._total, self.seconds, eta, **what))
+
+    def _tell_rejected(self, work: Work, candidate: Candidate) -> None:
+        """Once for all buckets of a kind of call."""
+        about = work.backend, work.spec, canonical(candidate.config), candidate.rejected
+        if about not in self._told:
+            self._told.add(about)
+            self._say(f"{describe(work.spec)}: {_short(candidate.config)} is rejected: {candidate.rejected}")
+
+    def _say(self, note: str) -> None:
+        self._tell(note=note)
+
+    @contextlib.contextmanager
+    def _lock(self, device: torch.device) -> Iterator[None]:
+        """Keep other tuners off the device: two at once would measure each other."""
+        import filelock
+
+        try:
+            check_writable(self.store)
+        except StoreError:
+            if self._strict:
+                raise
+            yield
+            return
+        lock = filelock.FileLock(self.store.folder / f"{_device_name(device)}.lock")
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except filelock.Timeout:
+                self._say(f"another tuner is at work on {device}: waiting for it")
+                lock.acquire(poll_interval=_LOCK_POLL_S)
+        except OSError as error:
+            raise StoreError(error.errno or errno.EIO, f"cannot lock {lock.lock_file}: {error}") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _without_space(key: Key) -> str:
+    return canonical({name: value for name, value in key.hard.items() if name != "space"})
+
+
+def _short(config: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in config.items())
+
+
+def _device_name(device: torch.device) -> str:
+    """A device's name that does not depend on which devices this process sees."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if device.type == "cuda" else None
+    return re.sub(r"[^A-Za-z0-9-]+", "-", f"{device.type}-{uuid}" if uuid else str(device))
+
+
+def check_writable(store: EntryStore) -> None:
+    """Find out whether entries can be written before anything is measured.
+
+    Raises:
+        StoreError: They cannot; the message says where that was tried.
+    """
+    probe = store.folder / f".{os.getpid()}-{threading.get_ident()}.probe"
+    try:
+        write_file(probe, b"\n" * 4096)
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or error
+        raise StoreError(
+            error.errno or errno.EIO, f"cannot write tuned configurations to {store.folder}: {reason} "
+            "(MXKV_CACHE_DIR names another folder)",
+        ) from error  # fmt: skip
+
+
+def tune(works: Sequence[Work], **options: Any) -> list[Result]:
+    """Tune; the arguments are those of :class:`Tuning`."""
+    return Tuning(works, **options).run()
+
+
+@contextlib.contextmanager
+def tuning(*, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
+    """Inside a ``with`` block, a call that was not tuned, or whose entry is stale, is tuned before it runs.
+
+    That takes seconds for the first call of each kind and size, in a process of its own and on tensors of its own; the
+    results are kept in the user's cache. Outside of such a block nothing is ever measured. The block counts for the
+    thread that entered it.
+
+    Args:
+        timeout_s: How long one step of a candidate may take.
+
+    Raises:
+        RuntimeError: A CUDA graph is being captured.
+    """
+    lookup.refuse_capture("mxkv.tuning() was entered")
+    resolver = lookup.resolver()
+    sessions: dict[torch.device, Session] = {}
+    lock = threading.Lock()
+
+    def hook(spec: Spec, buckets: tuple[int, ...], backend: str, tunable: Tunable) -> Entry | None:
+        if spec.operation not in trials.OPERATIONS:
+            return None
+        with lock:
+            if spec.device.type == "cuda":
+                torch.cuda.synchronize(spec.device)  # what the caller has under way would be measured too
+            if spec.device not in sessions:
+                sessions[spec.device] = Session(spec.device, timeout_s)
+            work = Work(spec, buckets, backend)
+            try:
+                return _tune_one(work, sessions[spec.device], resolver)
+            except (NotTunable, RuntimeError, OSError) as error:
+                logger.warning("%s is not tuned: %s", work.text, reason_of(error))
+                return None
+
+    token = lookup.tuner.set(hook)
+    resolver.changed()
+    try:
+        yield
+    finally:
+        lookup.tuner.reset(token)
+        resolver.changed()
+        for session in sessions.values():
+            session.close()
+
+
+def _tune_one(work: Work, session: Session, resolver: lookup.Resolver) -> Entry | None:
+    def told(progress: Progress) -> None:
+        if progress.note:
+            logger.warning("%s", progress.note)
+
+    (result,) = Tuning([work], session=session, record=resolver.record, on_progress=told).run()
+    if result.entry is None:
+        logger.warning("%s is not tuned: %s", describe(work.spec), result.reason)
+    return result.entry
