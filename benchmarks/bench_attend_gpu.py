@@ -149,9 +149,10 @@ def replayed(calls: Sequence[Callable[[], None]], samples: int) -> tuple[float, 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
+        graph.capture_begin()  # torch.cuda.graph() would collect garbage first, which takes longer than all the rest
+        for call in calls:
+            call()
+        graph.capture_end()
         for i in range(samples + WARM_REPLAYS):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -426,6 +427,7 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true", help="time every launch configuration first")
     parser.add_argument("--sweep-seconds", type=float, default=200, help="time for the sweep's measurements")
     parser.add_argument("--formats", default=",".join(FORMATS), help="only these formats, with commas")
+    parser.add_argument("--no-table", action="store_true", help="stop after the sweep")
     parser.add_argument("--sizes", default="", help="only these sizes: queries x heads, with commas (64x16,256x16)")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--check", action="store_true", help="compare with the torch backend and stop")
@@ -446,6 +448,8 @@ def main() -> int:
     if arguments.sweep:
         found = sweep(shapes, arguments.workers, arguments.sweep_seconds)
         (arguments.out / "attend_sweep.json").write_text(json.dumps({"environment": where, "sweep": found}, indent=1))
+    if arguments.no_table:
+        return 0
     results = []
     for shape in shapes:
         results.append(measure(shape))

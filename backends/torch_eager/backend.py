@@ -28,7 +28,11 @@ def load() -> Any:
         return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
-        prepare=lambda spec: of(spec).prepare(spec), tunable=lambda spec: of(spec).tunable(spec)
+        store=latents.store,
+        load=latents.load,
+        attend=attention.attend,
+        prepare=lambda spec: of(spec).prepare(spec),
+        tunable=lambda spec: of(spec).tunable(spec),
     )
 
 

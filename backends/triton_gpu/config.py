@@ -100,9 +100,11 @@ def attend_default(spec: AttendSpec, target: Target, queries: int, rows: int) ->
     block_heads = 16
     while block_heads < min(spec.heads, 64) and 2 * block_heads * width <= 1 << 15:
         block_heads *= 2
-    num_warps = 8 if block_heads * width > 1 << 14 else 4
+    if spec.format.tail and block_heads == 64:
+        block_heads = 32  # the chunks that a tail makes need too many registers
+    num_warps = 8 if block_heads * width > 1 << 13 else 4
     for block_rows, num_stages in ((32, 5), (32, 3), (32, 2), (16, 2)) if plain else ((32, 2), (16, 2)):
-        config = AttendConfig(block_heads, block_rows, 2, num_warps, num_stages, 64 if num_warps == 4 else 128)
+        config = AttendConfig(block_heads, block_rows, 2, num_warps, num_stages, 64 if block_heads == 16 else 512)
         if fits(spec, target, config):
             return config
     return config
@@ -118,7 +120,7 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
         for block_heads in heads[:2]
         for rows in (32, 64, 16)
         for warps in ((4, 8) if block_heads * width <= 1 << 14 else (8,))
-        for dims in (64, 128)
+        for dims in ((64, 128) if block_heads == 16 else (512, 128))
         for registers in ((255, 128) if block_heads * width <= 32 * 32 * warps else (255,))
         for num_stages in ((5, 3) if plain else (2,))
         for programs in (2, 4, 1)
