@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from mxkv.autotune_cache.lookup import MissingConfigError
 from mxkv.autotune_cache.snapshots import digest, load_snapshot, snapshot, warmup
-from mxkv.contracts import LoadSpec, StoreSpec, Verdict
+from mxkv.contracts import AttendSpec, LoadSpec, StoreSpec, Verdict
 from mxkv.dispatch import plan, use_backend
 from mxkv.formats import FORMATS, Element, Format, Placement, Scale
-from mxkv.operations import empty_cache, explain, load, spec, store
+from mxkv.operations import attend, attend_workspace_bytes, empty_cache, explain, load, merge_partials, spec, store
 
 if TYPE_CHECKING:
     from mxkv.autotune_cache.tuner import tuning
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FORMATS",
+    "AttendSpec",
     "Element",
     "Format",
     "LoadSpec",
@@ -26,11 +27,14 @@ __all__ = [
     "Scale",
     "StoreSpec",
     "Verdict",
+    "attend",
+    "attend_workspace_bytes",
     "digest",
     "empty_cache",
     "explain",
     "load",
     "load_snapshot",
+    "merge_partials",
     "plan",
     "snapshot",
     "spec",

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from mxkv.contracts import NONFINITE, ROPE_DIM, LoadSpec, StoreSpec
+from mxkv.contracts import MOST_HEADS, MOST_SPLITS, NONFINITE, ROPE_DIM, AttendSpec, LoadSpec, StoreSpec
 from mxkv.formats import Format, Scale, infer_format, parse_format
 from mxkv.paging import layout_of
 
 LATENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+QUERY_DTYPES = (torch.bfloat16, torch.float16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -107,6 +108,140 @@ def load_spec(
     return LoadSpec(cache.device, fmt, latent_dim, dtype, layout, cache_scale is not None)
 
 
+def attend_spec(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    indices: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    format: str | None,
+    cache_scale: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    num_splits: int | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> AttendSpec:
+    """Check the arguments of :func:`mxkv.attend`.
+
+    Raises:
+        TypeError, ValueError: See :func:`mxkv.attend`.
+    """
+    if q.dim() != 3:
+        raise ValueError(f"q must be 3-D [queries, heads, latent_dim], got shape {list(q.shape)}")
+    if q.dtype not in QUERY_DTYPES:
+        raise TypeError(f"q must be {_names(QUERY_DTYPES)}, got {q.dtype}")
+    heads, latent_dim = int(q.shape[1]), int(q.shape[2])
+    if not 1 <= heads <= MOST_HEADS:
+        raise ValueError(f"q must have 1 to {MOST_HEADS} heads, got shape {list(q.shape)}")
+    _check_unit_stride("q", q)
+    _check_same_device(
+        cache, q=q, out=out, indices=indices, indptr=indptr, block_table=block_table, seq_lens=seq_lens,
+        cache_scale=cache_scale, sink=sink, lse=lse, workspace=workspace,
+    )  # fmt: skip
+    selection = _check_selection(indices, indptr, block_table, seq_lens)
+    check_queries(q, out, indices, indptr, block_table, seq_lens, lse)
+    if out.dtype != q.dtype:
+        raise TypeError(f"out must be of q's dtype: expected {q.dtype}, got {out.dtype}")
+    value_dim = int(out.shape[2])
+    if not 1 <= value_dim <= latent_dim:
+        raise ValueError(f"expected 1 <= value_dim <= latent_dim {latent_dim}, got {value_dim}")
+    _check_unit_stride("out", out)
+    if not _apart(out):
+        raise ValueError(f"the rows of out must not overlap, got shape {list(out.shape)}, strides {list(out.stride())}")
+    if sink is not None:
+        if sink.shape != (heads,):
+            raise ValueError(f"sink must be [heads] = [{heads}], got shape {list(sink.shape)}")
+        if sink.dtype != torch.float32:
+            raise TypeError(f"sink must be torch.float32, got {sink.dtype}")
+        if heads > 1 and sink.stride(0) != 1:
+            raise ValueError(f"sink must be contiguous, got strides {list(sink.stride())}")
+    if lse is not None:
+        if lse.dtype != torch.float32:
+            raise TypeError(f"lse must be torch.float32, got {lse.dtype}")
+        if not lse.is_contiguous():
+            raise ValueError(f"lse must be contiguous, got shape {list(lse.shape)}, strides {list(lse.stride())}")
+    if workspace is not None and not workspace.is_contiguous():
+        raise ValueError(
+            f"workspace must be contiguous, got shape {list(workspace.shape)}, strides {list(workspace.stride())}"
+        )
+    if num_splits is not None and not 1 <= num_splits <= MOST_SPLITS:
+        raise ValueError(f"expected 1 <= num_splits <= {MOST_SPLITS}, got {num_splits}")
+    fmt = _format_of(cache, format, latent_dim)
+    layout = layout_of(cache, fmt, latent_dim)
+    _check_scale(fmt, cache_scale)
+    return AttendSpec(
+        cache.device, fmt, latent_dim, q.dtype, layout, heads, value_dim, selection, cache_scale is not None,
+        sink is not None, lse is not None,
+    )  # fmt: skip
+
+
+def check_queries(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    indices: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    """The checks of an attention that its memoised spec does not cover: how many queries there are."""
+    queries = q.shape[0]
+    if out.dim() != 3 or out.shape[0] != queries or out.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"out must be [queries, heads, value_dim] with {queries} queries and {q.shape[1]} heads, "
+            f"got shape {list(out.shape)}"
+        )
+    if lse is not None and (lse.dim() != 2 or lse.shape[0] != queries or lse.shape[1] != q.shape[1]):
+        raise ValueError(f"lse must be [queries, heads] = [{queries}, {q.shape[1]}], got shape {list(lse.shape)}")
+    if indptr is not None:
+        if indptr.shape[0] != queries + 1:
+            raise ValueError(f"indptr must be [queries + 1] = [{queries + 1}], got shape {list(indptr.shape)}")
+        return
+    for name, rows in (("indices", indices), ("block_table", block_table), ("seq_lens", seq_lens)):
+        if rows is not None and rows.shape[0] != queries:
+            raise ValueError(f"{name} must have a row for each of the {queries} queries, got shape {list(rows.shape)}")
+
+
+def _check_selection(
+    indices: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+) -> str:
+    """How rows are selected: one of :data:`mxkv.contracts.SELECTIONS`."""
+    given = {"indices": indices, "indptr": indptr, "block_table": block_table, "seq_lens": seq_lens}
+    names = [name for name, tensor in given.items() if tensor is not None]
+    kinds = {("indices", "indptr"): "ragged", ("indices",): "dense", ("block_table", "seq_lens"): "pages"}
+    found = kinds.get(tuple(names))
+    if found is None:
+        raise ValueError(
+            "rows are selected by indices [nnz] with indptr [queries + 1], by indices [queries, k], or by block_table "
+            f"[queries, max_blocks] with seq_lens [queries]; got {', '.join(names) or 'none of them'}"
+        )
+    dims = {"indices": 1 if found == "ragged" else 2, "indptr": 1, "block_table": 2, "seq_lens": 1}
+    for name in names:
+        tensor = given[name]
+        assert tensor is not None
+        if tensor.dim() != dims[name]:
+            raise ValueError(f"{name} must be {dims[name]}-D here, got shape {list(tensor.shape)}")
+        if tensor.dtype not in INDEX_DTYPES:
+            raise TypeError(f"{name} must be {_names(INDEX_DTYPES)}, got {tensor.dtype}")
+    return found
+
+
+def _apart(out: torch.Tensor) -> bool:
+    """Whether no two rows of [queries, heads, values] share an element."""
+    dims = sorted(zip(out.stride()[:2], out.shape[:2], strict=True))
+    reach = out.shape[2]
+    for stride, size in dims:
+        if size > 1 and stride < reach:
+            return False
+        reach += stride * (size - 1)
+    return True
+
+
 def check_counts(latent: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor | None) -> None:
     """The checks of a store that its memoised spec does not cover: how many tokens there are."""
     if slots.shape[0] > latent.shape[0]:
@@ -151,7 +286,7 @@ def _check_rows(name: str, rows: torch.Tensor) -> None:
 
 
 def _check_unit_stride(name: str, rows: torch.Tensor) -> None:
-    if rows.shape[1] > 1 and rows.stride(1) != 1:
+    if rows.shape[-1] > 1 and rows.stride(-1) != 1:
         raise ValueError(
             f"the rows of {name} must be contiguous (last stride 1; any row stride), "
             f"got shape {list(rows.shape)}, strides {list(rows.stride())}"

@@ -13,6 +13,9 @@ from mxkv.paging import PageLayout
 
 NONFINITE = ("propagate", "sanitize")
 ROPE_DIM = 64
+SELECTIONS = ("ragged", "dense", "pages")
+MOST_HEADS = 256
+MOST_SPLITS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,39 @@ class LoadSpec:
     scaled: bool = False
 
 
-Spec = StoreSpec | LoadSpec
+@dataclasses.dataclass(frozen=True)
+class AttendSpec:
+    """Everything about an attention that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        format: The cache's format.
+        latent_dim: Values of a row, and of a query's head.
+        q_dtype: dtype of the queries, and of what comes out.
+        layout: Where the cache's records stand.
+        heads: Heads of a query.
+        value_dim: How many of a row's first values are summed up.
+        selection: How rows are selected: "ragged", "dense" or "pages" (:data:`SELECTIONS`).
+        scaled: Whether the call has a per-tensor scale.
+        sinked: Whether it has a logit for each head that joins the denominator.
+        lse: Whether the logarithm of the sum of exponentials is asked for.
+    """
+
+    operation: ClassVar[str] = "attend"
+    device: torch.device
+    format: Format
+    latent_dim: int
+    q_dtype: torch.dtype
+    layout: PageLayout
+    heads: int
+    value_dim: int
+    selection: str = "dense"
+    scaled: bool = False
+    sinked: bool = False
+    lse: bool = False
+
+
+Spec = StoreSpec | LoadSpec | AttendSpec
 
 
 class StoreFunction(Protocol):
@@ -116,6 +151,35 @@ class LoadFunction(Protocol):
         slots: torch.Tensor,
         out: torch.Tensor,
         cache_scale: torch.Tensor | None,
+    ) -> None: ...
+
+
+class AttendFunction(Protocol):
+    """``attend`` of a backend's module: fills ``out`` [queries, heads, value_dim] of any stride but the last's.
+
+    There is at least one query; everything has been checked but whether ``workspace`` is large enough, since the
+    backend alone knows how many splits there are.
+
+    ``rows`` and ``bounds`` are, for "ragged", the slots [nnz] and where each query's begin [queries + 1]; for "dense"
+    the slots [queries, k] and None; for "pages" the blocks [queries, most blocks] and how many rows each query has
+    [queries]. Their values are not checked: a slot or block out of range is skipped, bounds are clamped to ``rows``.
+    ``lse`` is a contiguous fp32 [queries, heads] to fill, ``workspace`` is contiguous, ``scale`` the softmax's.
+    """
+
+    def __call__(
+        self,
+        spec: AttendSpec,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        bounds: torch.Tensor | None,
+        cache_scale: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        scale: float,
+        num_splits: int | None,
     ) -> None: ...
 
 

@@ -21,6 +21,7 @@ class Target:
         vendor: "nvidia", "amd" or "cpu".
         arch: The oldest architecture of the family, as compilers name it ("sm_90", "gfx950").
         warp_size: Threads of a warp (a wavefront on AMD).
+        shared_memory: Bytes of shared memory (LDS on AMD) that one program can have.
         fp8: How E4M3 is converted: "e4nv" (hardware, OCP), "e4b15" (software writes, reads through bias 15),
             "fnuz" (the hardware's own code is another one: software), "software".
         fp4_unpack: Whether an instruction turns FP4 into bf16.
@@ -32,6 +33,7 @@ class Target:
     vendor: str
     arch: str
     warp_size: int = 32
+    shared_memory: int = 48 << 10
     fp8: str = "software"
     fp4_unpack: bool = False
     fp4_pack: bool = False
@@ -44,14 +46,25 @@ class Target:
 
 
 _TARGETS = (
-    Target("gfx950", "amd", "gfx950", warp_size=64, fp8="e4nv", fp4_unpack=True, fp4_pack=True),
-    Target("gfx942", "amd", "gfx942", warp_size=64, fp8="fnuz"),
-    Target("blackwell", "nvidia", "sm_100", fp8="e4nv", fp4_unpack=True, fp4_pack=True, bf16_pairs="full"),
-    Target("hopper", "nvidia", "sm_90", fp8="e4nv", bf16_pairs="full"),
-    Target("ada", "nvidia", "sm_89", fp8="e4nv", bf16_pairs="fma"),
-    Target("ampere", "nvidia", "sm_80", fp8="e4b15", bf16_pairs="fma"),
+    Target(
+        "gfx950", "amd", "gfx950", shared_memory=160 << 10, warp_size=64, fp8="e4nv", fp4_unpack=True, fp4_pack=True
+    ),
+    Target("gfx942", "amd", "gfx942", shared_memory=64 << 10, warp_size=64, fp8="fnuz"),
+    Target(
+        "blackwell",
+        "nvidia",
+        "sm_100",
+        shared_memory=227 << 10,
+        fp8="e4nv",
+        fp4_unpack=True,
+        fp4_pack=True,
+        bf16_pairs="full",
+    ),
+    Target("hopper", "nvidia", "sm_90", shared_memory=227 << 10, fp8="e4nv", bf16_pairs="full"),
+    Target("ada", "nvidia", "sm_89", shared_memory=99 << 10, fp8="e4nv", bf16_pairs="fma"),
+    Target("ampere", "nvidia", "sm_80", shared_memory=163 << 10, fp8="e4b15", bf16_pairs="fma"),
     Target("cuda", "nvidia", "sm_50"),
-    Target("rocm", "amd", "gfx900", warp_size=64),
+    Target("rocm", "amd", "gfx900", shared_memory=64 << 10, warp_size=64),
     Target("cpu", "cpu", "cpu", warp_size=1),
 )
 

@@ -24,6 +24,10 @@ _SCHEMAS = (
     "Tensor? cache_scale=None, str? backend=None) -> Tensor",
     "load_out(Tensor cache, Tensor slots, Tensor(a!) out, str? format=None, Tensor? cache_scale=None, "
     "str? backend=None) -> ()",
+    "attend(Tensor q, Tensor cache, Tensor(a!) out, Tensor? indices=None, Tensor? indptr=None, "
+    "Tensor? block_table=None, Tensor? seq_lens=None, str? format=None, Tensor? cache_scale=None, "
+    "float? scale=None, Tensor? sink=None, int? num_splits=None, Tensor(b!)? lse=None, Tensor(c!)? workspace=None, "
+    "str? backend=None) -> ()",
 )
 
 _MOST_PLANS = 4096
@@ -141,6 +145,96 @@ def _load_out(
         plan(cache, slots, out, cache_scale)
 
 
+def _attend_plan(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    indices: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    format: str | None,
+    cache_scale: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    num_splits: int | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    backend: str | None,
+) -> Callable[..., None]:
+    extras = (
+        None if cache_scale is None else (cache_scale.numel(), *_kind(cache_scale)),
+        None if sink is None else (sink.shape, *_kind(sink)),
+        None if workspace is None else (workspace.is_contiguous(), workspace.get_device()),
+    )
+    # Strides count: where there is one query only, those of more queries may be wrong.
+    key = (
+        cache.shape, cache.stride(), cache.dtype, cache.get_device(), _kind(q), _kind(out), q.shape[0] > 1,
+        _index_kind(indices), _index_kind(indptr), _index_kind(block_table), _index_kind(seq_lens), extras, _kind(lse),
+        num_splits, format, backend, dispatch.forced(), dispatch.added(),
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        spec = checks.attend_spec(
+            q, cache, out, indices, indptr, block_table, seq_lens, format, cache_scale, sink, num_splits, lse, workspace
+        )
+        found = _remember(key, dispatch.plan(spec, backend), spec.latent_dim)
+    checks.check_queries(q, out, indices, indptr, block_table, seq_lens, lse)
+    return found[0]
+
+
+def _index_kind(index: torch.Tensor | None) -> Any:
+    """What a memoised call depends on in a tensor of slots, blocks or bounds: any of its strides may be taken."""
+    return None if index is None else (index.dtype, index.dim(), index.get_device())
+
+
+def _attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    indptr: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    format: str | None = None,
+    cache_scale: torch.Tensor | None = None,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    plan = _attend_plan(
+        q, cache, out, indices, indptr, block_table, seq_lens, format, cache_scale, sink, num_splits, lse, workspace,
+        backend,
+    )  # fmt: skip
+    if q.shape[0]:
+        rows, bounds = (indices, indptr) if block_table is None else (block_table, seq_lens)
+        scale = float(q.shape[2] ** -0.5) if scale is None else scale
+        plan(q, cache, out, rows, bounds, cache_scale, sink, lse, workspace, scale, num_splits)
+
+
+def attend_workspace_bytes(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    indices: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    format: str | None,
+    num_splits: int | None,
+    backend: str | None,
+) -> int:
+    """The bytes of workspace that an attention needs; see :func:`mxkv.attend_workspace_bytes`."""
+    plan = _attend_plan(
+        q, cache, out, indices, indptr, block_table, seq_lens, format, None, None, num_splits, None, None, backend
+    )
+    needed = getattr(plan, "workspace_bytes", None)  # a backend that computes in one pass has none
+    rows = indices if block_table is None else block_table
+    return 0 if needed is None else int(needed(q.shape[0], rows, num_splits))
+
+
 def _fake_store(
     cache: torch.Tensor,
     latent: torch.Tensor,
@@ -181,10 +275,33 @@ def _fake_load_out(
     checks.load_spec(cache, slots, format, None, out.dtype, cache_scale, out)
 
 
+def _fake_attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    out: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    indptr: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    format: str | None = None,
+    cache_scale: torch.Tensor | None = None,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    checks.attend_spec(
+        q, cache, out, indices, indptr, block_table, seq_lens, format, cache_scale, sink, num_splits, lse, workspace
+    )
+
+
 _functions: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (_store, _fake_store),
     (_load, _fake_load),
     (_load_out, _fake_load_out),
+    (_attend, _fake_attend),
 )
 for _schema, (_implementation, _fake) in zip(_SCHEMAS, _functions, strict=True):
     _name = _schema.split("(")[0]
@@ -195,3 +312,4 @@ for _schema, (_implementation, _fake) in zip(_SCHEMAS, _functions, strict=True):
 store_op = torch.ops.mxkv.store.default
 load_op = torch.ops.mxkv.load.default
 load_out_op = torch.ops.mxkv.load_out.default
+attend_op = torch.ops.mxkv.attend.default

@@ -135,3 +135,18 @@ def quantize_groups(
         scales = e4m3_scale(amax, element)
         scaled = groups / decode_e4m3(scales)[..., None]
     return (encode_e2m1(scaled) if element is Element.E2M1 else encode_e4m3(scaled)), scales
+
+
+def merge_partials(
+    outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Partial attentions [parts, ..., heads, value_dim] with lses [parts, ..., heads], and a sink [heads], as one."""
+    lses = lses.float()
+    top = lses.amax(0)
+    top = torch.where(top == -torch.inf, 0.0, top)  # -inf less -inf is NaN
+    weights = (lses - top).exp()
+    known = weights.sum(0)
+    total = known if sink is None else known + (sink.float() - top).exp()
+    parts = torch.where(weights[..., None] == 0, 0.0, outs.float() * weights[..., None])
+    merged = torch.where(known[..., None] == 0, 0.0, parts.sum(0) / total[..., None]).to(outs.dtype)
+    return (merged, top + known.log()) if return_lse else merged

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mxkv import contracts, dispatch
+from mxkv import contracts, dispatch, library, numerics
 from mxkv.formats import Format, get_format
-from mxkv.library import load_op, load_out_op, store_op
+from mxkv.library import attend_op, load_op, load_out_op, store_op
 from mxkv.paging import contiguous_layout, layout_of
 
-__all__ = ["empty_cache", "explain", "load", "spec", "store"]
+__all__ = ["attend", "attend_workspace_bytes", "empty_cache", "explain", "load", "merge_partials", "spec", "store"]
 
 _TENSOR = (torch.Tensor, type(None))
 _STRING = (str, type(None))
+_INTEGER = (int, type(None))
+_NUMBER = (int, float, type(None))
 
 
 def empty_cache(
@@ -170,6 +173,170 @@ def _load(
     return out
 
 
+def attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    indices: torch.Tensor | None = None,
+    indptr: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    format: str | Format | None = None,
+    cache_scale: torch.Tensor | float | None = None,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    value_dim: int | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention whose keys and values are the same rows of a paged cache, read straight from their packed bytes.
+
+    Each query attends to rows of its own, which are selected in one of three ways. An index that is negative or out of
+    range is skipped; no byte of a row that is not selected reaches a result.
+
+    - ragged: ``indices`` [nnz] and ``indptr`` [queries + 1]: query i's are ``indices[indptr[i]:indptr[i + 1]]``.
+    - dense: ``indices`` [queries, k].
+    - pages: ``block_table`` [queries, max_blocks] and ``seq_lens`` [queries]: query i's are the first ``seq_lens[i]``
+      slots of the blocks that its row of the table names.
+
+    Args:
+        q: ``[queries, heads, latent_dim]`` bf16 or fp16, 1 to 256 heads; any strides, but heads contiguous. Products
+            take bf16 operands and sum in fp32; an fp16 query enters them exactly, as a sum of two bf16.
+        cache: As in :func:`store`.
+        indices: Slots, int32 or int64, of any strides.
+        indptr: Where each query's slots begin, int32 or int64.
+        block_table: Blocks, int32 or int64, of any strides.
+        seq_lens: How many rows each query has, int32 or int64.
+        format: A format's name or a format; inferred from the cache's dtype and width and ``latent_dim`` if None.
+        cache_scale: The per-tensor scale of ``fp8`` caches.
+        scale: Factor of the logits; 1/√latent_dim if None.
+        sink: ``[heads]`` fp32: a logit for each head that joins the softmax's denominator and has no value.
+        value_dim: How many of a row's first values are summed up (at most ``latent_dim``, which None means).
+        num_splits: How many programs share one query's rows; chosen from the shapes if None. Results of different
+            numbers differ in rounding.
+        return_lse: Also return the logarithm of the sum of exponentials.
+        workspace: Memory for what the splits leave to be merged: contiguous, of any dtype, at least
+            :func:`attend_workspace_bytes` long, aligned to 16 bytes; what it holds afterwards is unspecified.
+        out: ``[queries, heads, value_dim]`` of q's dtype to write into; any strides, but heads contiguous.
+        backend: As in :func:`store`.
+
+    Returns:
+        ``[queries, heads, value_dim]`` of q's dtype; ``out`` where it was given. A query with no row gives zeros. With
+        ``return_lse`` also ``[queries, heads]`` fp32: natural logarithms, without the sink, −inf for a query with no
+        row; :func:`merge_partials` merges such pairs.
+
+    Raises:
+        TypeError: A dtype that the operation does not take.
+        ValueError: Shapes, strides or devices that do not fit, rows that are selected in no way or in two, an unknown
+            or ambiguous format, a workspace that is too small, or a forced backend that cannot run the call. Nothing
+            has been written.
+    """
+    try:
+        if value_dim is not None and not 1 <= value_dim <= q.shape[-1]:
+            raise ValueError(f"expected 1 <= value_dim <= latent_dim {q.shape[-1]}, got {value_dim}")
+        if out is None:
+            out = torch.empty((*q.shape[:-1], value_dim or q.shape[-1]), dtype=q.dtype, device=q.device)
+        elif value_dim is not None and (out.dim() != 3 or out.shape[2] != value_dim):
+            raise ValueError(
+                f"out must be [queries, heads, value_dim] with value_dim {value_dim}, got shape {list(out.shape)}"
+            )
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if return_lse else None
+        attend_op(
+            q, cache, out, indices, indptr, block_table, seq_lens, _spec_of(format), _scale_tensor(cache_scale, cache),
+            scale, sink, num_splits, lse, workspace, backend,
+        )  # fmt: skip
+    except (RuntimeError, AttributeError, TypeError):
+        _check_types(
+            q=(q, torch.Tensor), cache=(cache, torch.Tensor), indices=(indices, _TENSOR), indptr=(indptr, _TENSOR),
+            block_table=(block_table, _TENSOR), seq_lens=(seq_lens, _TENSOR), scale=(scale, _NUMBER),
+            sink=(sink, _TENSOR), value_dim=(value_dim, _INTEGER), num_splits=(num_splits, _INTEGER),
+            workspace=(workspace, _TENSOR), out=(out, _TENSOR), backend=(backend, _STRING),
+        )  # fmt: skip
+        raise
+    return out if lse is None else (out, lse)
+
+
+def attend_workspace_bytes(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    *,
+    indices: torch.Tensor | None = None,
+    indptr: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    format: str | Format | None = None,
+    value_dim: int | None = None,
+    num_splits: int | None = None,
+    backend: str | None = None,
+) -> int:
+    """How many bytes of workspace a call of :func:`attend` with these arguments takes; it depends on shapes alone.
+
+    0 where one pass is enough: such a call takes no memory but its result.
+
+    Raises:
+        TypeError, ValueError: As in :func:`attend`.
+    """
+    shape = (*q.shape[:-1], value_dim or q.shape[-1])
+    return library.attend_workspace_bytes(
+        q, cache, q.new_empty(shape), indices, indptr, block_table, seq_lens, _spec_of(format), num_splits, backend
+    )
+
+
+def merge_partials(
+    outs: torch.Tensor | Sequence[torch.Tensor],
+    lses: torch.Tensor | Sequence[torch.Tensor],
+    sink: torch.Tensor | None = None,
+    *,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Merge attentions of the same queries over different rows: of other ranks, or other caches.
+
+    Args:
+        outs: ``[parts, queries, heads, value_dim]``, or a sequence of ``[queries, heads, value_dim]``: what
+            :func:`attend` gave, without a sink.
+        lses: ``[parts, queries, heads]``, or a sequence of ``[queries, heads]`` fp32. A part of −inf has no weight,
+            whatever its out holds.
+        sink: ``[heads]`` fp32, taken once.
+        return_lse: Also return the logarithm of all parts' sum of exponentials, without the sink.
+
+    Returns:
+        ``[queries, heads, value_dim]`` in the dtype of ``outs``, computed in fp32; zeros where every part is empty.
+        With ``return_lse`` also ``[queries, heads]`` fp32.
+
+    Raises:
+        TypeError: Parts of different dtypes, or of none that is floating-point.
+        ValueError: Shapes that do not fit, or no part.
+    """
+    outs = outs if isinstance(outs, torch.Tensor) else _stacked("outs", outs)
+    lses = lses if isinstance(lses, torch.Tensor) else _stacked("lses", lses)
+    if outs.dim() != 4 or not outs.shape[0] or lses.shape != outs.shape[:3]:
+        raise ValueError(
+            "expected outs [parts, queries, heads, value_dim] and lses [parts, queries, heads] of at least one part, "
+            f"got shapes {list(outs.shape)} and {list(lses.shape)}"
+        )
+    if not (outs.dtype.is_floating_point and lses.dtype.is_floating_point):
+        raise TypeError(f"outs and lses must be of floating-point dtypes, got {outs.dtype} and {lses.dtype}")
+    if sink is not None and sink.shape != outs.shape[2:3]:
+        raise ValueError(f"sink must be [heads] = [{outs.shape[2]}], got shape {list(sink.shape)}")
+    return numerics.merge_partials(outs, lses, sink, return_lse)
+
+
+def _stacked(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not parts or any(not isinstance(part, torch.Tensor) for part in parts):
+        raise (ValueError if not parts else TypeError)(f"{name} must hold at least one tensor, and tensors only")
+    kinds = {(part.dtype, tuple(part.shape)) for part in parts}
+    if len({dtype for dtype, _ in kinds}) > 1:
+        raise TypeError(f"{name} must be of one dtype, got {', '.join(sorted(str(dtype) for dtype, _ in kinds))}")
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{name} must be of one shape, got {', '.join(sorted(str(list(shape)) for _, shape in kinds))}"
+        )
+    return torch.stack(tuple(parts))
+
+
 def spec(
     operation: str,
     *,
@@ -183,11 +350,11 @@ def spec(
     """The description of a kind of call: what :func:`explain`, :func:`plan` and :func:`warmup` take.
 
     Args:
-        operation: "store" or "load".
+        operation: "store", "load" or "attend".
         device: Where the tensors would be.
         format: A format's name, or a format.
         latent_dim: Values of a row.
-        dtype: Of the rows.
+        dtype: Of the rows; of the queries for "attend".
         cache: A cache whose layout the calls have; pages of 64 slots, one after another, if None.
         **fields: Further fields of the operation's spec (:mod:`mxkv.contracts`), such as ``compress_ratio=2``.
 
@@ -195,13 +362,15 @@ def spec(
         TypeError: The operation's spec has no such field.
         ValueError: An unknown operation or format, a latent_dim that does not fit the format, or such a cache.
     """
-    specs = {kind.operation: kind for kind in (contracts.StoreSpec, contracts.LoadSpec)}
+    specs = {kind.operation: kind for kind in (contracts.StoreSpec, contracts.LoadSpec, contracts.AttendSpec)}
     if operation not in specs:
         raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join(specs)}")
     fmt = get_format(format)
     if cache is not None:
         fields["layout"] = layout_of(cache, fmt, latent_dim)
     layout = fields.pop("layout", None) or contiguous_layout(fmt, latent_dim, num_blocks=1024, block_size=64)
+    if operation == "attend":
+        fields = {"heads": 1, "value_dim": latent_dim, **fields}
     return specs[operation](dispatch.resolve_device(device), fmt, latent_dim, dtype, layout, **fields)
 
 
@@ -209,7 +378,7 @@ def explain(operation: str, *, backend: str | None = None, **arguments: Any) -> 
     """Who would run an operation, and why the other backends would not. Print it.
 
     Args:
-        operation: "store" or "load".
+        operation: "store", "load" or "attend".
         backend: The backend to force, as in a call.
         **arguments: Those of :func:`spec`.
 

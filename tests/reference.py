@@ -341,3 +341,46 @@ def load(
             scales = block[at_scales : at_scales + scale_bytes(format, d)]
             rows[i] = decode_row(values, scales, format, dtype, cache_scale)
     return rows
+
+
+# Attention.
+
+
+def attend(
+    q: Any,
+    keys: Any,
+    selected: Sequence[Sequence[int]],
+    *,
+    scale: float | None = None,
+    sink: Sequence[float] | None = None,
+    value_dim: int | None = None,
+) -> tuple[Any, Any]:
+    """Attention in fp64.
+
+    Args:
+        q: [queries, heads, d].
+        keys: The rows of every slot [slots, d].
+        selected: Each query's slots; those that do not exist are skipped.
+        scale: Of the logits.
+        sink: A logit of each head.
+        value_dim: How many of a row's first values are summed up.
+
+    Returns:
+        [queries, heads, value_dim], and the logarithms [queries, heads].
+    """
+    q, keys = np.asarray(q, np.float64), np.asarray(keys, np.float64)
+    queries, heads, d = q.shape
+    out = np.zeros((queries, heads, value_dim or d))
+    lse = np.full((queries, heads), -np.inf)
+    for i, slots in enumerate(selected):
+        rows = keys[[slot for slot in slots if 0 <= slot < len(keys)]]
+        if not len(rows):
+            continue
+        for head in range(heads):
+            logits = rows @ q[i, head] * (d**-0.5 if scale is None else scale)
+            top = max(logits.max(), -np.inf if sink is None else sink[head])
+            weights = np.exp(logits - top)
+            divisor = weights.sum() + (0.0 if sink is None else np.exp(sink[head] - top))
+            out[i, head] = weights @ rows[:, : value_dim or d] / divisor
+            lse[i, head] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+    return out, lse

@@ -77,6 +77,9 @@ class Ops:
     def load(self, cache: torch.Tensor, slots: torch.Tensor, **arguments: Any) -> torch.Tensor:
         return mxkv.load(cache, slots, backend=self.backend, **arguments)
 
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, **arguments: Any) -> Any:
+        return mxkv.attend(q, cache, backend=self.backend, **arguments)
+
 
 # Rows.
 

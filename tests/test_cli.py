@@ -346,6 +346,10 @@ def test_demo_measures_every_format_on_real_rows(run: Callable[..., Result], tmp
     assert snr["mxfp8"] == snr["mxfp8-inline"]
     assert all(row["worst_error"] > 0 and row["store_us_per_row"] > 0 for row in formats.values())
     assert {name for row in formats.values() for name in row["backends"].values()} == {"torch"}
+    attended = {name: row["attend_snr_db"] for name, row in formats.items()}
+    assert attended["bf16"] is None
+    assert 14 < attended["mxfp4"] < attended["nvfp4"] < attended["mxfp8"]
+    assert all(row["attend_us_per_query"] > 0 for row in formats.values())
 
 
 def test_the_demo_prints_a_table(run: Callable[..., Result], tmp_path: Path) -> None:
@@ -356,6 +360,7 @@ def test_the_demo_prints_a_table(run: Callable[..., Result], tmp_path: Path) -> 
     assert str(text) in shown
     assert "Device: cpu" in shown
     assert "SNR dB" in shown
+    assert "Attention, against bf16 rows" in shown
     assert all(name in shown for name in mxkv.FORMATS)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
 
-from mxkv.contracts import YES, Backend, Spec, Verdict
+from mxkv.contracts import YES, AttendSpec, Backend, Spec, Verdict
 
 
 def probe(device: torch.device) -> Verdict:
@@ -20,9 +21,19 @@ def supports(spec: Spec) -> Verdict:
 
 
 def load() -> Any:
-    from mxkv.backends.torch_eager import latents
+    from mxkv.backends.torch_eager import attention, latents
 
-    return latents
+    def of(spec: Spec) -> Any:
+        """The module that has a call's code."""
+        return attention if isinstance(spec, AttendSpec) else latents
+
+    return types.SimpleNamespace(
+        store=latents.store,
+        load=latents.load,
+        attend=attention.attend,
+        prepare=lambda spec: of(spec).prepare(spec),
+        tunable=lambda spec: of(spec).tunable(spec),
+    )
 
 
 BACKEND = Backend(
@@ -32,6 +43,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load"}),
+    operations=frozenset({"store", "load", "attend"}),
     slower=True,
 )

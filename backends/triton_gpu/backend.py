@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import types
 from typing import Any
 
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import ROPE_DIM, YES, Backend, Spec, StoreSpec, Verdict
+from mxkv.contracts import ROPE_DIM, YES, AttendSpec, Backend, Spec, StoreSpec, Verdict
 
 _OLDEST_CAPABILITY = 80
 
@@ -30,15 +31,27 @@ def probe(device: torch.device) -> Verdict:
 
 
 def supports(spec: Spec) -> Verdict:
+    if isinstance(spec, AttendSpec):
+        from mxkv.backends.triton_gpu import attention  # asked only where Triton is installed
+
+        return attention.supports(spec)
     if isinstance(spec, StoreSpec) and spec.rotate and (spec.latent_dim - ROPE_DIM) % 2:
         return Verdict((f"it rotates pairs of even and odd elements, and latent_dim {spec.latent_dim} is odd",))
     return YES
 
 
 def load() -> Any:
-    from mxkv.backends.triton_gpu import latents
+    from mxkv.backends.triton_gpu import attention, latents
 
-    return latents
+    def of(spec: Spec) -> Any:
+        """The module that has a call's kernel."""
+        return attention if isinstance(spec, AttendSpec) else latents
+
+    return types.SimpleNamespace(
+        prepare=lambda spec: of(spec).prepare(spec),
+        tunable=lambda spec: of(spec).tunable(spec),
+        compile=lambda spec, config: of(spec).compile(spec, config),
+    )
 
 
 BACKEND = Backend(
@@ -48,5 +61,5 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load"}),
+    operations=frozenset({"store", "load", "attend"}),
 )

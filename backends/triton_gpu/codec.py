@@ -24,19 +24,27 @@ class Paths:
         pairs: Arithmetic on two bf16 in one register: "full" (sm_90), "fma" (sm_80), "none".
         e4m3: Conversion to and from OCP E4M3: "cvt" (sm_89) or "software".
         scaled_reads: Whether gfx950's converters read FP4 and FP8. (They would scale too; but what they do at the ends
-            of the range is not the oracle's to say: they are given a scale of 1, under which every code is exact.)
+            of the range is not the oracle's to say: loads give them a scale of 1, under which every code is exact.)
+        interpreted: Whether Triton's interpreter runs the kernels. It multiplies matrices of bf16 as if they were
+            integers, and has no range over what a kernel computes.
     """
 
     pairs: str
     e4m3: str
     scaled_reads: bool = False
+    interpreted: bool = False
+
+    @property
+    def nothing(self) -> str:
+        """The constraints of an empty assembly that gives back what it takes."""
+        return "=v,0" if self.pairs == "none" else "=r,0"
 
 
 @functools.cache
 def paths_of(target: Target) -> Paths:
     """The instructions that a target's kernels use; none in the interpreter."""
     if settings.triton_interpret():
-        return Paths(pairs="none", e4m3="software")
+        return Paths(pairs="none", e4m3="software", interpreted=True)
     if target.vendor != "nvidia":
         return Paths(pairs="none", e4m3="software", scaled_reads=target.fp4_unpack)
     return Paths(pairs=target.bf16_pairs, e4m3="cvt" if target.fp8 == "e4nv" else "software")
@@ -569,3 +577,220 @@ def scale_word(byte, REGION: tl.constexpr):
     else:
         half = (bits_of(decode_e4m3(byte)) >> 16) & 0xFFFF
     return _twice(half)
+
+
+# Whole words, for products: every value to bf16, in the order of the row's elements.
+
+
+@triton.jit
+def round_to_bf16(x, PATHS: tl.constexpr):
+    """fp32 to bf16, nearest even; in the interpreter, fp32 numbers that bf16 holds."""
+    if PATHS.interpreted:
+        return float_of(encode_bf16(x) << 16)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr, PATHS: tl.constexpr):
+    """fp32 to a dtype, nearest even."""
+    if PATHS.interpreted and DTYPE == tl.bfloat16:
+        return encode_bf16(x).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def _exact_pair(x, y):
+    """Two fp32 that bf16 holds to two bf16 in a word, x in the low half."""
+    return ((bits_of(x) >> 16) & 0xFFFF) | (bits_of(y) & -65536)
+
+
+@triton.jit
+def _clamp_to_bf16(x):
+    """fp32 with infinities made bf16's largest finite number; NaN stays."""
+    largest = float_of(tl.full([1], BF16_MAX_BITS << 16, tl.int32))
+    largest = tl.broadcast_to(tl.reshape(largest, [1] * len(x.shape)), x.shape)
+    return tl.where(x != x, x, tl.minimum(tl.maximum(x, -largest), largest))
+
+
+@triton.jit
+def _in_order(words, PARTS: tl.constexpr):
+    """Tiles [rows, n] that hold the first, second … words of each n, as one [rows, PARTS n]."""
+    ROWS: tl.constexpr = words[0].shape[0]
+    WORDS: tl.constexpr = words[0].shape[1] * PARTS
+    if PARTS == 2:
+        both = tl.join(words[0], words[1])
+    else:
+        both = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+    return tl.reshape(both, [ROWS, WORDS])
+
+
+@triton.jit
+def halves_of(pairs, PATHS: tl.constexpr):
+    """Words of two bf16 [rows, n] as bf16 [rows, 2 n]."""
+    ROWS: tl.constexpr = pairs.shape[0]
+    WIDTH: tl.constexpr = pairs.shape[1] * 2
+    low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    values = tl.reshape(tl.join(low, high), [ROWS, WIDTH])
+    if PATHS.interpreted:
+        return values
+    else:
+        # Nothing, which the compiler does not look through: from what it sees behind, a join of words, it would choose
+        # another order of a product's terms than for values that were loaded as they are.
+        return tl.inline_asm_elementwise("", PATHS.nothing, [values], dtype=tl.bfloat16, is_pure=False, pack=2)
+
+
+@triton.jit
+def _for_words(of_groups, words):
+    """A number of each group [rows, groups], for each of its words [rows, n]."""
+    ROWS: tl.constexpr = words.shape[0]
+    GROUPS: tl.constexpr = of_groups.shape[1]
+    EACH: tl.constexpr = words.shape[1] // GROUPS
+    return tl.reshape(tl.broadcast_to(of_groups[:, :, None], [ROWS, GROUPS, EACH]), [ROWS, GROUPS * EACH])
+
+
+@triton.constexpr_function
+def _saturate_assembly(pairs, register):
+    """PTX that makes infinities of two bf16 the largest finite number, given ``top`` and ``bottom``."""
+    if pairs == "full":
+        return [f"min.NaN.xorsign.abs.bf16x2 {register}, {register}, top;"]
+    return [f"min.NaN.bf16x2 {register}, {register}, top;", f"max.NaN.bf16x2 {register}, {register}, bottom;"]
+
+
+@triton.constexpr_function
+def _octet_assembly(pairs, saturate):
+    """PTX from a word of eight E2M1 codes, and their scale as two bf16, to four words of two bf16.
+
+    A bf16's upper and lower byte are looked up in tables of the eight magnitudes, four codes at a time. The upper
+    bytes come with their sign bit set; a second look-up, for which a code's sign bit means a zero, takes it away.
+    """
+    lines = [
+        ".reg .b32 codes, magnitude, upper, lower, plus, top, bottom, none;",
+        "mov.b32 top, 0x7f7f7f7f;",
+        "mov.b32 bottom, 0xff7fff7f;",
+        "mov.b32 none, 0x80008000;",
+        "mov.b32 codes, $4;",
+        "and.b32 magnitude, $4, 0x77777777;",
+    ]
+    for half in range(2):
+        if half:
+            lines += ["shr.u32 codes, codes, 16;", "shr.u32 magnitude, magnitude, 16;"]
+        first, second = f"${2 * half}", f"${2 * half + 1}"
+        lines += [
+            "prmt.b32 upper, 0xbfbfbf80, 0xc0c0c0c0, magnitude;",
+            "prmt.b32 lower, 0xc0800000, 0xc0804000, magnitude;",
+            "prmt.b32 plus, 0x40404040, 0x40404040, codes;",
+            "mad.lo.u32 upper, plus, 0xfffffffe, upper;",
+            f"prmt.b32 {first}, lower, upper, 0x5140;",
+            f"prmt.b32 {second}, lower, upper, 0x7362;",
+        ]
+        for word in (first, second):
+            multiply = "mul.rn.bf16x2 {0}, {0}, $5;" if pairs == "full" else "fma.rn.bf16x2 {0}, {0}, $5, none;"
+            lines.append(multiply.format(word))
+            lines += _saturate_assembly(pairs, word) if saturate else []
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.jit
+def decode_e2m1_octets(words, byte, REGION: tl.constexpr, PATHS: tl.constexpr):
+    """Words of eight E2M1 codes [rows, n], with the groups' scale bytes [rows, groups], to pairs of bf16 [rows, 4 n].
+
+    Both ways give the same bits: the product of a code and a scale is exact in bf16, or past its largest number.
+    """
+    if PATHS.pairs != "none":
+        scale = _for_words(scale_word(byte, REGION), words)
+        pairs = tl.inline_asm_elementwise(
+            _octet_assembly(PATHS.pairs, REGION.scale == "e8m0"), "=&r,=&r,=&r,=&r,r,r", [words, scale],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif PATHS.scaled_reads and REGION.scale == "e8m0":
+        scaled = tl.inline_asm_elementwise(
+            """
+            v_cvt_scalef32_pk_bf16_fp4 $0, $4, $5
+            v_cvt_scalef32_pk_bf16_fp4 $1, $4, $5 op_sel:[1,0,0]
+            v_cvt_scalef32_pk_bf16_fp4 $2, $4, $5 op_sel:[0,1,0]
+            v_cvt_scalef32_pk_bf16_fp4 $3, $4, $5 op_sel:[1,1,0]
+            """,
+            "=&v,=&v,=&v,=&v,v,v", [words, _for_words(decode_e8m0(byte), words)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        # Whatever the converter makes of a product past bf16's range, a magnitude is at most bf16's largest number; but
+        # a group that is NaN stays NaN.
+        limit = _for_words(tl.where(byte == 255, 0x7FFF7FFF, 0x7F7F7F7F), words)
+        pairs = ()
+        for part in tl.static_range(4):
+            magnitude = tl.inline_asm_elementwise(
+                "v_pk_min_u16 $0, $1, $2", "=v,v,v", [scaled[part] & 0x7FFF7FFF, limit],
+                dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+            pairs = pairs + (magnitude | (scaled[part] & -2147450880),)
+    else:
+        if REGION.scale == "e8m0":
+            factor = decode_e8m0(byte)
+        else:
+            factor = decode_e4m3(byte)
+        factor = _for_words(factor, words)
+        pairs = ()
+        for part in tl.static_range(4):
+            x = decode_e2m1(words >> (8 * part)) * factor
+            y = decode_e2m1(words >> (8 * part + 4)) * factor
+            if REGION.scale == "e8m0":
+                x, y = _clamp_to_bf16(x), _clamp_to_bf16(y)
+            pairs = pairs + (_exact_pair(x, y),)
+    return _in_order(pairs, 4)
+
+
+@triton.constexpr_function
+def _quad_assembly(pairs, scaled, saturate):
+    """PTX from a word of four E4M3 bytes, and their scale in fp32, to two words of two bf16."""
+    lines = [
+        ".reg .b32 half, top, bottom;",
+        ".reg .b16 bytes<2>, low, high;",
+        ".reg .f32 x, y;",
+        "mov.b32 top, 0x7f7f7f7f;",
+        "mov.b32 bottom, 0xff7fff7f;",
+        "mov.b32 {bytes0, bytes1}, $2;",
+    ]
+    for part in range(2):
+        lines += [
+            f"cvt.rn.f16x2.e4m3x2 half, bytes{part};",
+            "mov.b32 {low, high}, half;",
+            "cvt.f32.f16 x, low;",
+            "cvt.f32.f16 y, high;",
+        ]
+        if scaled:
+            lines += ["mul.rn.f32 x, x, $3;", "mul.rn.f32 y, y, $3;"]
+        lines.append(f"cvt.rn.bf16x2.f32 ${part}, y, x;")
+        lines += _saturate_assembly(pairs, f"${part}") if saturate else []
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.jit
+def decode_e4m3_quads(words, byte, REGION: tl.constexpr, PATHS: tl.constexpr):
+    """Words of four E4M3 bytes [rows, n], with the groups' scale bytes [rows, groups], to pairs of bf16 [rows, 2 n].
+
+    Without scale bytes the values are the codes'. Products below bf16's normal range may differ in their last bit.
+    """
+    if REGION.scale == "e8m0":
+        factor = _for_words(decode_e8m0(byte), words)
+    elif REGION.scale == "e4m3":
+        factor = _for_words(decode_e4m3(byte), words)
+    else:
+        factor = tl.full(words.shape, 1.0, tl.float32)
+    if PATHS.e4m3 == "cvt":
+        pairs = tl.inline_asm_elementwise(
+            _quad_assembly(PATHS.pairs, REGION.scale != "tensor", REGION.scale == "e8m0"), "=&r,=&r,r,f",
+            [words, factor], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        pairs = ()
+        for part in tl.static_range(2):
+            x, y = decode_e4m3_pair((words >> (16 * part)) & 0xFFFF, PATHS)
+            if REGION.scale != "tensor":
+                x, y = x * factor, y * factor
+            if REGION.scale == "e8m0":
+                x, y = _clamp_to_bf16(x), _clamp_to_bf16(y)
+            pairs = pairs + (_exact_pair(x, y),)
+    return _in_order(pairs, 2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from mxkv.contracts import Spec
+from mxkv.contracts import AttendSpec, Spec
+from mxkv.devices import Target
+from mxkv.formats import Element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +56,95 @@ def default_config(spec: Spec, token_bucket: int, compute_units: int) -> LaunchC
     while 2 * block_tokens <= most and token_bucket // (2 * block_tokens) >= 4 * compute_units:
         block_tokens *= 2
     return LaunchConfig(block_tokens, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendConfig:
+    """How an attention kernel is launched.
+
+    Attributes:
+        block_heads: Heads of a program, a power of two of at least 16.
+        block_rows: Rows of a tile, a power of two of at least 16.
+        programs_per_unit: How many programs a compute unit is to have: a query's rows are split where there are fewer.
+        num_warps: Warps of a program, a power of two.
+        num_stages: How deep the compiler pipelines plain rows: each tile under way takes one for its slots, one for it.
+        block_dims: Values of a row that are taken at a time, a power of two of at least 64: products of few need fewer
+            registers, and threads that share a row fewer addresses.
+        most_registers: Registers of a thread, so that more programs fit a multiprocessor; 255 limits nothing (and so
+            does any number on AMD).
+    """
+
+    block_heads: int
+    block_rows: int
+    programs_per_unit: int
+    num_warps: int
+    num_stages: int
+    block_dims: int = 128
+    most_registers: int = 255
+
+
+_LEAST_TILES = 2  # of a split
+
+
+def attend_default(spec: AttendSpec, target: Target, queries: int, rows: int) -> AttendConfig:
+    """A configuration that is good without tuning.
+
+    Args:
+        spec: The call.
+        target: Whose code runs.
+        queries: Queries, rounded up to a power of two.
+        rows: Rows of a query, likewise.
+    """
+    width = _padded(spec.value_dim)
+    plain = spec.format.element is Element.BF16
+    block_heads = 16
+    while block_heads < min(spec.heads, 64) and 2 * block_heads * width <= 1 << 15:
+        block_heads *= 2
+    if spec.format.tail and block_heads == 64:
+        block_heads = 32  # the chunks that a tail makes need too many registers
+    num_warps = 8 if block_heads * width > 1 << 13 else 4
+    for block_rows, num_stages in ((32, 5), (32, 3), (32, 2), (16, 2)) if plain else ((32, 2), (16, 2)):
+        config = AttendConfig(block_heads, block_rows, 2, num_warps, num_stages, 64 if block_heads == 16 else 512)
+        if fits(spec, target, config):
+            return config
+    return config
+
+
+def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
+    """Every configuration that is worth trying, the default ones among them."""
+    width = _padded(spec.value_dim)
+    plain = spec.format.element is Element.BF16
+    heads = [heads for heads in (64, 32, 16) if heads < 2 * spec.heads and heads * width <= 1 << 15] or [16]
+    found = [
+        AttendConfig(block_heads, rows, programs, warps, num_stages, dims, registers)
+        for block_heads in heads[:2]
+        for rows in (32, 64, 16)
+        for warps in ((4, 8) if block_heads * width <= 1 << 14 else (8,))
+        for dims in ((64, 128) if block_heads == 16 else (512, 128))
+        for registers in ((255, 128) if block_heads * width <= 32 * 32 * warps else (255,))
+        for num_stages in ((5, 3) if plain else (2,))
+        for programs in (2, 4, 1)
+    ]
+    default = attend_default(spec, target, 1, 1)
+    return (default, *(config for config in found if config != default and fits(spec, target, config)))
+
+
+def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
+    """Whether the tiles of rows and queries, as bf16, fit a program's shared memory beside what else it keeps there."""
+    tiles = config.block_rows * (config.num_stages + 1) // 2 + config.block_heads
+    return tiles * spec.latent_dim * 2 + (8 << 10) <= target.shared_memory
+
+
+def _padded(dim: int) -> int:
+    return -(-dim // 64) * 64
+
+
+def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:
+    """Into how many parts each query's rows are split: so that the device is full, and no part is small or empty."""
+    programs = queries * -(-spec.heads // config.block_heads)
+    tiles = -(-rows // config.block_rows)
+    wanted = min(config.programs_per_unit * compute_units // programs, tiles // _LEAST_TILES)
+    if wanted <= 1:
+        return 1
+    share = -(-tiles // wanted)
+    return -(-tiles // share)

@@ -200,7 +200,7 @@ class LoadLaunch(_Launch):
 
 
 @functools.lru_cache(maxsize=1024)
-def prepare(spec: Spec) -> StoreLaunch | LoadLaunch:
+def prepare(spec: StoreSpec | LoadSpec) -> StoreLaunch | LoadLaunch:
     """What runs one kind of call."""
     return StoreLaunch(spec) if isinstance(spec, StoreSpec) else LoadLaunch(spec)
 

@@ -22,6 +22,7 @@ _WINDOW = 256  # tokens that the model sees at once
 _BLOCK_SIZE = 64
 _MOST_TOKENS = 2048
 _ROUNDS = 3
+_QUERIES, _HEADS, _SELECTED = 64, 4, 512  # of the attention: each query attends to rows of its own
 _INSTALL = 'pip install "mxkv[demo]"'
 
 
@@ -31,7 +32,7 @@ def demo(
     text: Annotated[Path | None, typer.Option("--text", help="A text file of your own (UTF-8).")] = None,
     json: output.JsonOption = False,
 ) -> None:
-    """Store a real model's hidden states in a cache of every format, read them back, and show cost and error.
+    """Store a real model's hidden states in a cache of every format, read them, attend to them; show cost and error.
 
     The text is this project's README and documentation (or --text FILE), the model is all-MiniLM-L6-v2.
     """
@@ -117,7 +118,7 @@ def _silence() -> Iterator[None]:
 
 
 def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dict[str, Any]:
-    """Store rows at shuffled slots of a cache, read them back, and say what it took and what was lost.
+    """Store rows at shuffled slots of a cache, read them back, attend to them; say what it took and what was lost.
 
     Raises:
         ValueError: The forced backend cannot run here.
@@ -136,7 +137,7 @@ def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dic
             operation, device=rows.device, format=format, latent_dim=dim, dtype=rows.dtype, backend=backend
         ).chosen
         for operation in ("store", "load")
-    }
+    } | {"attend": mxkv.explain("attend", device=rows.device, format=format, latent_dim=dim, backend=backend).chosen}
     read = torch.empty_like(latent)
     store_s = _seconds(
         lambda: mxkv.store(cache, latent, slots, format=format, cache_scale=scale, backend=backend), rows.device
@@ -145,8 +146,10 @@ def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dic
         lambda: mxkv.load(cache, slots, format=format, cache_scale=scale, out=read, backend=backend), rows.device
     )
     error = (read[:, : rows.shape[1]] - rows).double()
-    noise = float(error.square().sum())
-    snr = 10 * math.log10(float(rows.double().square().sum()) / noise) if noise else None
+    attended, attend_s = _attend(cache, format, latent, slots, scale, rows.shape[1], backend)
+    plain = mxkv.empty_cache("bf16", blocks, _BLOCK_SIZE, dim, rows.device)
+    mxkv.store(plain, latent, slots, backend=backend)
+    wanted, _ = _attend(plain, mxkv.FORMATS["bf16"], latent, slots, None, rows.shape[1], backend, rounds=0)
     record = format.record_bytes(dim)
     return {
         "format": format.name,
@@ -154,24 +157,61 @@ def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dic
         "bytes_per_token": record,
         "tokens_per_gib": format.tokens_per_gib(dim),
         "ratio_to_bf16": 2 * dim / record,
-        "snr_db": snr,
+        "snr_db": _snr_db(rows, error),
         "worst_error": float(error.abs().max()),
         "store_us_per_row": store_s / count * 1e6,
         "load_us_per_row": load_s / count * 1e6,
+        "attend_snr_db": _snr_db(wanted, attended - wanted),
+        "attend_worst_error": float((attended - wanted).abs().max()),
+        "attend_us_per_query": attend_s / _QUERIES * 1e6,
         "backends": ran_by,
     }
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The best time of a call, the first one (which may compile) left out."""
+def _attend(
+    cache: torch.Tensor,
+    format: mxkv.Format,
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    cache_scale: torch.Tensor | None,
+    width: int,
+    backend: str | None,
+    rounds: int = _ROUNDS,
+) -> tuple[torch.Tensor, float]:
+    """Attention of some of the rows to some of the rows in a cache: what comes out, fp64, and the best time."""
+    g = torch.Generator().manual_seed(1)
+    count, dim = latent.shape
+    asking = torch.linspace(0, count - 1, _QUERIES * _HEADS).long().to(latent.device)
+    q = latent[asking].bfloat16().view(_QUERIES, _HEADS, dim)
+    indices = slots[torch.randint(count, (_QUERIES, min(_SELECTED, count)), generator=g).to(slots.device)]
+    out = torch.empty_like(q)
+    seconds = _seconds(
+        lambda: mxkv.attend(
+            q, cache, indices=indices, format=format, cache_scale=cache_scale, scale=width**-0.5, out=out,
+            backend=backend,
+        ),
+        latent.device,
+        rounds,
+    )  # fmt: skip
+    return out[..., :width].double(), seconds
+
+
+def _snr_db(signal: torch.Tensor, error: torch.Tensor) -> float | None:
+    """The ratio of a signal's energy to an error's; None where there is none."""
+    noise = float(error.double().square().sum())
+    return 10 * math.log10(float(signal.double().square().sum()) / noise) if noise else None
+
+
+def _seconds(run: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
+    """The best time of a call, the first one (which may compile) left out; 0 where it is called once only."""
     times = []
-    for _ in range(_ROUNDS + 1):
+    for _ in range(rounds + 1):
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:], default=0.0)
 
 
 def _text(path: Path | None) -> tuple[str, str]:
@@ -221,6 +261,21 @@ def _print(about: dict[str, Any], found: list[dict[str, Any]]) -> None:
         for row in found
     )
     screen.print(output.table("What each format costs and keeps", columns, rows, right=columns[1:]))
+    columns = ["format", "SNR dB", "worst error", "µs/query"]
+    rows_of_attention = (
+        (
+            row["format"],
+            "exact" if row["attend_snr_db"] is None else f"{row['attend_snr_db']:.1f}",
+            f"{row['attend_worst_error']:.4f}",
+            f"{row['attend_us_per_query']:.0f}",
+        )
+        for row in found
+    )
+    screen.print(output.table("Attention, against bf16 rows", columns, rows_of_attention, right=columns[1:]))
+    screen.print(
+        f"Attention to {_SELECTED} of the rows, straight from their bytes: {_QUERIES} queries of {_HEADS} heads, "
+        "which are hidden states too."
+    )
     screen.print(
         "A width other than the rows' own: zeros are appended, which the format needs and the errors leave out."
     )

@@ -36,6 +36,7 @@ from mxkv.backends.triton_gpu import latents
 from mxkv.backends.triton_gpu.config import LaunchConfig, default_config
 from mxkv.contracts import ROPE_DIM
 from mxkv.devices import Target
+from tests.triton import attend_cases
 
 H200_COMPUTE_UNITS = 132
 MANY_TOKENS = 1 << 16
@@ -273,15 +274,19 @@ def main() -> int:
         parser.error(f"MXKV_TARGET must name a GPU target, got {os.environ.get('MXKV_TARGET')!r}")
     failures = count = 0
     started = time.perf_counter()
-    for case in cases(arguments.all):
+    for case in itertools.chain(cases(arguments.all), attend_cases.cases(arguments.all)):
         if arguments.match not in case.name:
             continue
         print(case.name, flush=True)
         begun = time.perf_counter()
         try:
-            compiled = compile_launch(launch_of(case), target)
+            attend = isinstance(case, attend_cases.AttendCase)
+            compiled = compile_launch(case.launch(Recorder, target) if attend else launch_of(case), target)
             code = read_nvidia(compiled) if target.vendor == "nvidia" else read_amd(compiled)
-            wrong = problems(case, code, target)
+            wrong = case.problems(code, target) if attend else problems(case, code, target)
+            shared = compiled.metadata.shared
+            if shared > target.shared_memory:
+                wrong.append(f"takes {shared} bytes of shared memory, {target.name} has {target.shared_memory}")
             verdict = {key: value for key, value in vars(code).items() if key != "text"}
         except Exception as error:
             causes = [error]
