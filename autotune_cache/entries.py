@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from mxkv import settings
-from mxkv.autotune_cache.keys import SCHEMA, Key, canonical, digest_of, shown
-from mxkv.contracts import Tunable
+from mxkv.autotune_cache.keys import SCHEMA, Key, canonical, digest_of, shown, spec_from_json
+from mxkv.contracts import Spec, Tunable
 
 logger = logging.getLogger("mxkv")
 
@@ -162,6 +162,14 @@ class Entry:
     def stale(self, soft: Mapping[str, str]) -> tuple[str, ...]:
         """The soft fields in which the entry differs."""
         return tuple(name for name, value in soft.items() if self.soft.get(name) != value)
+
+
+def spec_of(entry: Entry) -> Spec | None:
+    """A kind of call that an entry was tuned for, as it was recorded; None where it was not."""
+    try:
+        return spec_from_json(json.loads(str(entry.provenance.get("spec"))))
+    except (ValueError, RecursionError):
+        return None
 
 
 def config_to_json(config: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mxkv import dispatch
-from mxkv.autotune_cache.keys import LARGEST_BUCKET, bucket, spec_from_json
+from mxkv.autotune_cache.keys import LARGEST_BUCKET, bucket, shown, spec_from_json
 from mxkv.contracts import LoadSpec, Spec, StoreSpec, Tunable
 from mxkv.formats import FORMATS, Format, Scale
 from mxkv.paging import contiguous_layout
@@ -25,12 +25,17 @@ PRESETS: dict[str, tuple[int, ...]] = {
 OPERATIONS = ("store", "load")
 LATENT_DIM = 512
 BLOCK_SIZE = 64
+_LONGEST_REASON = 160
 _BLOCKS = 1024  # of a spec's layout; neither kernels nor keys look at it
 _DTYPE = torch.bfloat16
 
 
 class NotTunable(ValueError):
     """A call whose backend lets nothing be chosen, or that no backend runs."""
+
+
+class NoCall(ValueError):
+    """What is no call at all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,27 +184,41 @@ def works_of_log(path: Path, device: torch.device, backend: str | None = None) -
             continue
         try:
             found[_work_of_line(line, device, backend)] = None
-        except (ValueError, RecursionError) as error:
-            wrong.append(f"line {number}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        except NoCall as error:
+            wrong.append(f"line {number} is not a call: {_short(error)}")
+        except ValueError as error:
+            wrong.append(f"line {number} cannot be tuned: {_short(error)}")
     return list(found), wrong
 
 
+def _short(error: Exception) -> str:
+    text = str(error).splitlines()[0]
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
+
+
 def _work_of_line(line: bytes, device: torch.device, backend: str | None) -> Work:
-    data: Any = json.loads(line)
+    try:
+        data: Any = json.loads(line)
+    except (ValueError, RecursionError):
+        raise NoCall("it is not JSON") from None
     if not isinstance(data, dict) or not {"spec", "sizes", "backend"} <= data.keys():
-        raise ValueError("expected an object with spec, sizes and backend")
-    spec, sizes, name = spec_from_json(data["spec"]), data["sizes"], data["backend"]
-    if spec.device.type != device.type:
-        raise ValueError(f"a call on {spec.device}, and {device} is tuned")
+        raise NoCall("expected an object with spec, sizes and backend")
+    try:
+        spec = spec_from_json(data["spec"])
+    except ValueError as error:
+        raise NoCall(str(error)) from None
+    sizes, name = data["sizes"], data["backend"]
     if not isinstance(name, str):
-        raise ValueError(f"backend is {name!r}")
+        raise NoCall(f"its backend is {shown(name)}")
+    if not isinstance(sizes, dict) or any(type(s) is not int or not 0 < s < 1 << 40 for s in sizes.values()):
+        raise NoCall(f"expected sizes above 0, got {shown(sizes)}")
+    if spec.device.type != device.type:
+        raise NotTunable(f"it is a call on {spec.device}, and {device} is tuned")
     spec = dataclasses.replace(spec, device=device)
     chosen = backend_of(spec, backend or name)
     tunable = tunable_of(spec, chosen)
-    if not isinstance(sizes, dict) or sizes.keys() != set(tunable.sizes):
-        raise ValueError(f"expected the sizes {', '.join(tunable.sizes)}, got {sizes!r}")
-    if any(type(size) is not int or not 0 < size < 1 << 40 for size in sizes.values()):
-        raise ValueError(f"expected positive sizes, got {sizes!r}")
+    if sizes.keys() != set(tunable.sizes):
+        raise NoCall(f"expected the sizes {', '.join(tunable.sizes)}, got {shown(sizes)}")
     return Work(spec, tuple(bucket(sizes[size]) for size in tunable.sizes), chosen)
 
 

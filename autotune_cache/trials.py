@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -73,12 +73,67 @@ class Trial:
         return self.whole
 
 
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """How a trial's tensors stand in memory: kernels are compiled for what they are aligned to.
+
+    Attributes:
+        row_bytes: How far rows begin behind an aligned address, at least one element.
+        row_gap: Elements between rows.
+        odd: Whether rows are an odd number of elements apart, for which the gap may be larger by one.
+        cache_bytes: How far the cache begins behind an aligned address, at least one element.
+        indices: dtype of slots and positions.
+        index_step: Elements from one index to the next.
+    """
+
+    row_bytes: int = 0
+    row_gap: int = 0
+    odd: bool = False
+    cache_bytes: int = 0
+    indices: torch.dtype = torch.int64
+    index_step: int = 1
+
+    def rows(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Rows that stand so, on a device."""
+        return self._place(rows, device, self.offset(self.row_bytes, rows.dtype), self.pitch(rows.shape[1]))
+
+    def index(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Slots or positions that stand so, on a device."""
+        return self._place(values.to(self.indices), device, self.index_step - 1, self.index_step)
+
+    def pitch(self, width: int) -> int:
+        """Elements from one row to the next."""
+        pitch = width + self.row_gap
+        return pitch + 1 if self.odd and pitch % 2 == 0 else pitch
+
+    @staticmethod
+    def offset(distance: int, dtype: torch.dtype) -> int:
+        """A distance in bytes, in elements of a dtype."""
+        return max(distance // dtype.itemsize, 1) if distance else 0
+
+    @staticmethod
+    def _place(values: torch.Tensor, device: torch.device, offset: int, pitch: int) -> torch.Tensor:
+        memory = torch.zeros(offset + values.shape[0] * pitch, dtype=values.dtype, device=device)
+        return memory.as_strided(values.shape, (pitch, 1)[: values.dim()], offset).copy_(values)
+
+
+STANDINGS = (
+    Standing(),  # as callers' tensors mostly do
+    Standing(row_bytes=1, row_gap=1, odd=True, cache_bytes=1, indices=torch.int32, index_step=2),
+    Standing(row_bytes=4, row_gap=2, cache_bytes=2, indices=torch.int32, index_step=2),
+)
+"""How the draws of each seed stand in memory."""
+
+
 class Operation(abc.ABC):
     """The calls of one kind.
 
     Args:
         spec: The kind; the number of its pages, and how far they stand apart, are chosen anew for each allocation.
     """
+
+    seeds: ClassVar[tuple[int, ...]] = (0,)
+    """Of the draws of a check: the first is made at every size, the others at one."""
 
     def __init__(self, spec: Any) -> None:
         self.spec = spec
@@ -106,7 +161,7 @@ class Operation(abc.ABC):
 
     def check_sizes(self, config: Any) -> list[tuple[int, ...]]:
         """The sizes at which a configuration is checked: one, a few hundred, and the edges of its tiles."""
-        few = _FEW_INTERPRETED if settings.triton_interpret() else _FEW_HUNDRED
+        few = _few()
         counts = {1, few} if settings.triton_interpret() else {1, few, _EVEN}
         for number in vars(config).values():
             if isinstance(number, int) and not isinstance(number, bool):
@@ -114,12 +169,19 @@ class Operation(abc.ABC):
                     counts |= {tile - 1, tile, tile + 1} if 1 < tile < min(_MOST_EDGE, 2 * few) else set()
         return [(count,) for count in sorted(counts) if count]
 
-    def check(self, backend: str, config: Any, sizes: tuple[int, ...]) -> str:
+    def check_calls(self, config: Any) -> list[tuple[tuple[int, ...], int]]:
+        """The sizes and the seed of each call that a configuration is checked with."""
+        sizes = self.check_sizes(config)
+        few = min(sizes, key=lambda size: abs(size[-1] - _few()))
+        return [(size, self.seeds[0]) for size in sizes] + [(few, seed) for seed in self.seeds[1:]]
+
+    def check(self, backend: str, config: Any, sizes: tuple[int, ...], seed: int = 0) -> str:
         """Make a call of these sizes and compare it with the oracle's; what is wrong, or nothing."""
-        trial = self.trial(sizes)
+        trial = self.trial(sizes, seed)
         trial.run(self.prepared(backend, trial.spec), config)
         found = self.difference(trial)
-        return f"{found} (of {', '.join(map(str, sizes))} tokens)" if found else ""
+        where = " that are not aligned" if seed else ""
+        return f"{found} (of {', '.join(map(str, sizes))} tokens{where})" if found else ""
 
     def prepared(self, backend: str, spec: Spec) -> Callable[..., None]:
         """What runs a kind of call on a backend."""
@@ -174,12 +236,13 @@ class StoreCalls(Operation):
     """Stores: every byte of the cache's allocation is the oracle's."""
 
     spec: StoreSpec
+    seeds = tuple(range(len(STANDINGS)))
 
     def draw(self, sizes: tuple[int, ...], seed: int) -> Trial:
         (tokens,) = sizes
-        spec, g = self.spec, torch.Generator().manual_seed(seed)
+        spec, g, standing = self.spec, torch.Generator().manual_seed(seed), STANDINGS[seed]
         layout = private_layout(spec, tokens)
-        whole, cache = allocate(spec, layout)
+        whole, cache = allocate(spec, layout, standing.cache_bytes)
         whole.fill_(_POISON)
         slots = page_order(tokens, layout, g)
         slots[3::16] = -1
@@ -192,10 +255,11 @@ class StoreCalls(Operation):
             if tokens == 1:
                 positions[:] = 2 * spec.compress_ratio - 1
         if spec.rotate:
-            table = _table(_RUN, g)
-        arguments = (
-            messy_rows(tokens, spec.latent_dim, spec.latent_dtype, g), slots, positions, table, _scale(spec.scaled),
-        )  # fmt: skip
+            table = standing.rows(_table(_RUN, g), self.device)
+        if positions is not None:
+            positions = standing.index(positions, self.device)
+        rows = standing.rows(messy_rows(tokens, spec.latent_dim, spec.latent_dtype, g), self.device)
+        arguments = rows, standing.index(slots, self.device), positions, table, _scale(spec.scaled)
         return _trial(dataclasses.replace(spec, layout=layout), whole, cache, arguments)
 
     def difference(self, trial: Trial) -> str:
@@ -227,24 +291,26 @@ class LoadCalls(Operation):
     """Loads: every value is the oracle's bit for bit (any NaN equals any other), and no guard byte changes."""
 
     spec: LoadSpec
+    seeds = tuple(range(len(STANDINGS)))
 
     def draw(self, sizes: tuple[int, ...], seed: int) -> Trial:
         (tokens,) = sizes
-        spec, g = self.spec, torch.Generator().manual_seed(seed)
+        spec, g, standing = self.spec, torch.Generator().manual_seed(seed), STANDINGS[seed]
         layout = private_layout(spec, tokens)
-        pages, cache = allocate(spec, layout)
+        pages, cache = allocate(spec, layout, standing.cache_bytes)
         # Half of the records are any bytes there are, the others what a store writes.
         pages.copy_(torch.randint(256, pages.shape, dtype=torch.uint8, generator=g))
         self._store(cache, layout, torch.randperm(layout.num_slots, generator=g)[::2], g)
-        width = spec.latent_dim * spec.out_dtype.itemsize
-        whole = torch.full((tokens * width + 2 * _GUARD,), _POISON, dtype=torch.uint8, device=self.device)
-        out = whole[_GUARD:-_GUARD].view(spec.out_dtype).view(tokens, spec.latent_dim)
+        size, pitch = spec.out_dtype.itemsize, standing.pitch(spec.latent_dim)
+        first = _GUARD // size + standing.offset(standing.row_bytes, spec.out_dtype)
+        count = (first + tokens * pitch) * size + _GUARD
+        whole = torch.full((count,), _POISON, dtype=torch.uint8, device=self.device)
+        out = whole.view(spec.out_dtype).as_strided((tokens, spec.latent_dim), (pitch, 1), first)
         slots = torch.randint(layout.num_slots, (tokens,), generator=g)
         slots[3::16] = -1
         slots[11::16] = layout.num_slots + torch.arange(len(slots[11::16])) * 7
-        return _trial(
-            dataclasses.replace(spec, layout=layout), whole, cache, (slots, out, _scale(spec.scaled)), inputs=(cache,)
-        )
+        arguments = standing.index(slots, self.device), out, _scale(spec.scaled)
+        return _trial(dataclasses.replace(spec, layout=layout), whole, cache, arguments)
 
     def _store(self, cache: torch.Tensor, layout: PageLayout, slots: torch.Tensor, g: torch.Generator) -> None:
         spec = self.spec
@@ -318,6 +384,11 @@ def run_oracle(spec: Spec, tensors: Tensors) -> None:
 # Memory.
 
 
+def _few() -> int:
+    """Tokens of a check's main call."""
+    return _FEW_INTERPRETED if settings.triton_interpret() else _FEW_HUNDRED
+
+
 def cache_bytes(device: torch.device) -> int:
     """What calls must move so that none finds its data in the last cache: a GPU's L2, a part of a CPU's."""
     if device.type == "cpu":
@@ -356,15 +427,22 @@ def private_layout(spec: Spec, tokens: int, *, spare: int = _SPARE_BLOCKS) -> Pa
     return dataclasses.replace(layout, num_blocks=blocks, block_stride=min(stride, layout.block_stride))
 
 
-def allocate(spec: Spec, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """All bytes of an allocation, and the cache in it: guards before and behind, and between pages that stand apart."""
+def allocate(spec: Spec, layout: PageLayout, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """All bytes of an allocation, and the cache in it: guards before and behind, and between pages that stand apart.
+
+    Args:
+        spec: The kind of call.
+        layout: The cache's.
+        offset: Bytes by which the cache is not aligned, at least one element.
+    """
     dtype = spec.format.cache_dtype
     size, width = dtype.itemsize, spec.format.record_width(spec.latent_dim)
     pages = (layout.num_blocks - 1) * layout.block_stride + max(_page_elements(spec), layout.block_stride)
     whole = torch.zeros(pages * size + 2 * _GUARD, dtype=torch.uint8, device=spec.device)
     row = width if spec.format.placement is Placement.PAGE else layout.value_stride
     shape = (layout.num_blocks, layout.block_size, width)
-    cache = whole.view(dtype).as_strided(shape, (layout.block_stride, row, 1), _GUARD // size)
+    first = _GUARD // size + Standing.offset(offset, dtype)
+    cache = whole.view(dtype).as_strided(shape, (layout.block_stride, row, 1), first)
     return whole, cache
 
 
@@ -433,7 +511,7 @@ def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | Non
 # Comparisons.
 
 
-def _trial(spec: Spec, whole: torch.Tensor, cache: torch.Tensor, arguments: Tensors, inputs: Tensors = ()) -> Trial:
+def _trial(spec: Spec, whole: torch.Tensor, cache: torch.Tensor, arguments: Tensors) -> Trial:
     """A trial whose expected bytes the oracle has written."""
     tensors = (cache, *(_on(spec.device, tensor) for tensor in arguments))
     before = whole.clone()

@@ -13,6 +13,7 @@ import datetime
 import errno
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -25,16 +26,17 @@ import torch
 
 from mxkv import devices, dispatch, settings
 from mxkv.autotune_cache import lookup, measure, trials
-from mxkv.autotune_cache.entries import Candidate, Entry, EntryStore, StoreError, config_to_json, write_file
+from mxkv.autotune_cache.entries import Candidate, Entry, EntryStore, StoreError, config_to_json, warn_once, write_file
 from mxkv.autotune_cache.keys import Key, canonical, key_of, soft_of, spec_to_json
-from mxkv.autotune_cache.shapes import NotTunable, Work, describe, grouped, tunable_of
+from mxkv.autotune_cache.shapes import Work, describe, grouped, tunable_of
 from mxkv.autotune_cache.worker import (
     TIMEOUT_S,
+    NoPlace,
     Worker,
     WorkerEnded,
     WorkerError,
-    added_backends,
     one_line,
+    place_of,
     reason_of,
     request,
 )
@@ -47,6 +49,8 @@ _MOST_PROCESSES = 16
 _FLUSH_S = 1.0
 _LOCK_POLL_S = 0.2
 _LONGEST_SPEC = 1000  # of an entry's strings
+_LONGEST_TIMEOUT_S = 86400.0  # what clocks take
+_COMPILES_AT_CALLS = ("cuda",)  # there kernels are compiled anew for tensors that are aligned otherwise
 
 
 STATES = ("tuned", "kept", "partial", "failed", "left")
@@ -64,8 +68,8 @@ class Result:
     Attributes:
         work: What was to be tuned.
         key: Its key.
-        status: "tuned"; "kept" (it was tuned before); "partial" (time ran out before every candidate was timed to the
-            end); "failed"; "left" (time ran out before it began).
+        status: "tuned"; "kept" (it was tuned before); "partial" (time ran out, or the tuner was stopped, before every
+            candidate was timed to the end); "failed"; "left" (that was before it began).
         entry: Its entry now, or None.
         timed: How many candidates were timed now.
         seconds: How long that took.
@@ -138,7 +142,6 @@ class Session:
     def __init__(self, device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         self.device = device
         self.timeout_s = timeout_s
-        self._backends = added_backends()
         self._worker: Worker | None = None
         self._verdicts: dict[tuple[str, Spec, str], str] = {}
         self.provenance: dict[str, Any] = {}
@@ -151,20 +154,37 @@ class Session:
         """
         if self._worker is None or not self._worker.alive:
             self.close()
-            self._worker = new_worker(self.device, self._backends, self.timeout_s)
+            self._worker = new_worker(self.device, self.timeout_s)
             self._worker.hello()
             if not self.provenance:
                 for event in self._worker.ask({"do": "provenance"}):
                     self.provenance = {name: value for name, value in event.items() if name != "event"}
         return self._worker
 
-    def _ask(self, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def ready(self, work: Work) -> None:
+        """Have a worker that can do a work.
+
+        Raises:
+            KeyFailed: None can.
+            WorkerError: None starts.
+        """
+        try:
+            place_of(work.backend)
+        except NoPlace as error:
+            raise KeyFailed(str(error)) from None
+        self.worker()
+
+    def _ask(self, do: str, work: Work, **fields: Any) -> Iterator[dict[str, Any]]:
         """The events of an answer; a worker that cannot go on is ended.
 
         Raises:
             KeyFailed: Something else than a candidate failed.
             WorkerEnded: The worker died or hung.
         """
+        try:
+            asked = request(do, work.spec, work.backend, **fields)
+        except NoPlace as error:
+            raise KeyFailed(str(error)) from None
         for event in self.worker().ask(asked):
             if event["event"] == "error":
                 self.close()
@@ -193,16 +213,20 @@ class Session:
         self._verdicts[work.backend, work.spec, canonical(config)] = reason
 
     def _check(self, work: Work, config: dict[str, Any]) -> str:
-        begun, found = False, ""
-        try:
-            for event in self._ask(request("check", work.spec, work.backend, config=config)):
-                begun = begun or event["event"] == "at"
-                if event["event"] == "rejected":
-                    found = event["reason"]
-        except WorkerEnded as ended:
-            if not begun:
-                raise KeyFailed(f"the worker could not draw inputs: {ended}") from None
-            found = found or str(ended)
+        for again in (False, True):
+            begun, found = False, ""
+            try:
+                for event in self._ask("check", work, config=config):
+                    begun = begun or event["event"] == "at"
+                    if event["event"] == "rejected":
+                        found = event["reason"]
+            except WorkerEnded as ended:
+                if not found and ended.by_chance and not again:
+                    continue
+                if not begun:
+                    raise KeyFailed(f"the worker could not draw inputs: {ended}") from None
+                found = found or str(ended)
+            break
         return found
 
     def race(
@@ -226,18 +250,16 @@ class Session:
             KeyFailed: It could not be done.
         """
         left = list(configs)
+        ended_at: list[dict[str, Any] | None] = []
         started = time.monotonic()
         while left:
             budget = None if budget_s is None else budget_s - (time.monotonic() - started)
             if budget is not None and budget <= 0:
                 return False
-            asked = request(
-                "time", work.spec, work.backend, sizes=work.buckets, most=most, configs=left, budget_s=budget
-            )
             at, out = None, set()
             finished = False
             try:
-                for event in self._ask(asked):
+                for event in self._ask("time", work, sizes=work.buckets, most=most, configs=left, budget_s=budget):
                     at = event.get("candidate", at)
                     if event["event"] == "timing":
                         numbers = {name: event[name] for name in ("median_us", "p20_us", "p80_us", "count")}
@@ -249,20 +271,23 @@ class Session:
                         finished = event["finished"]
                 return finished or len(out) == len(left)
             except WorkerEnded as ended:
-                if at is None:
+                last = None if at is None else left[at]
+                once = ended.by_chance and last not in ended_at
+                ended_at.append(last)
+                if at is None and not once:
                     raise KeyFailed(f"the worker could not draw inputs: {ended}") from None
-                if at not in out:
+                if at is not None and at not in out and not once:
                     self.reject(work, left[at], str(ended))  # it would end the worker at each other bucket too
                     on_candidate(Candidate(left[at], rejected=str(ended)))
-                out.add(at)
+                    out.add(at)
                 left = [config for index, config in enumerate(left) if index not in out]
         return True
 
 
-def new_worker(device: torch.device, backends: Sequence[str], timeout_s: float) -> Worker:
+def new_worker(device: torch.device, timeout_s: float) -> Worker:
     """A worker process for a device, just started."""
     threads = devices.describe(device).compute_units if device.type == "cpu" else 1
-    return Worker(device, backends=backends, threads=threads, timeout_s=timeout_s)
+    return Worker(device, threads=threads, timeout_s=timeout_s)
 
 
 class Compiling:
@@ -271,49 +296,83 @@ class Compiling:
     Args:
         jobs: The kinds of calls and their candidates, in the order in which they will be wanted.
         device: What they are compiled for.
+        timeout_s: How long one step of a candidate may take that runs.
+
+    Raises:
+        NoPlace: Workers cannot import a backend.
     """
 
-    def __init__(self, jobs: Sequence[tuple[Work, dict[str, Any]]], device: torch.device) -> None:
+    def __init__(
+        self, jobs: Sequence[tuple[Work, dict[str, Any]]], device: torch.device, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self._device = device
-        self._backends = added_backends()
+        self._timeout_s = timeout_s
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._started: list[Worker] = []
         self._closed = threading.Event()
         self._futures: dict[tuple[str, Spec, str], concurrent.futures.Future[str]] = {}
         wanted = {(w.backend, w.spec, canonical(c)): (w, c) for w, c in jobs}
+        # Made before anything is started, and here: the pool's threads do not see which backends are registered.
+        asked = {
+            key: (
+                request("compile", work.spec, work.backend, config=config),
+                request("check", work.spec, work.backend, config=config, ahead=True),
+            )
+            for key, (work, config) in wanted.items()
+        }
         processes = max(1, min(_cpus() - 1, -(-len(wanted) // 2), _MOST_PROCESSES))
         self._pool = concurrent.futures.ThreadPoolExecutor(processes, thread_name_prefix="mxkv-compile")
-        for key, (work, config) in wanted.items():
-            self._futures[key] = self._pool.submit(self._compile, work, config)
+        for key in wanted:
+            self._futures[key] = self._pool.submit(self._compile, *asked[key])
 
     def reason(self, work: Work, config: dict[str, Any]) -> str:
         """Why a candidate does not compile, or nothing; waits until that is known."""
         future = self._futures.get((work.backend, work.spec, canonical(config)))
         return "" if future is None else future.result()
 
-    def _compile(self, work: Work, config: dict[str, Any]) -> str:
-        if self._closed.is_set():
-            return ""
-        try:
-            worker = self._idle.get_nowait()
-        except queue.Empty:
-            worker = new_worker(self._device, self._backends, COMPILE_TIMEOUT_S)
-            self._started.append(worker)
-            if self._closed.is_set():
-                worker.kill()
-            try:
-                worker.hello()
-            except WorkerError:  # the worker that measures will compile it, or say why not
+    def _compile(self, asked: dict[str, Any], ahead: dict[str, Any]) -> str:
+        found, again = "", False
+        while True:
+            worker = self._a_worker()
+            if worker is None:  # the worker that measures will compile it, or say why not
                 return ""
-        found = ""
-        try:
-            for event in worker.ask(request("compile", work.spec, work.backend, config=config)):
-                if event["event"] in ("rejected", "error"):
-                    found = f"does not compile: {event['reason']}"
-        except WorkerEnded as ended:
-            return "" if self._closed.is_set() else f"does not compile: {ended}"
+            try:
+                for event in worker.ask(asked):
+                    if event["event"] in ("rejected", "error"):
+                        found = f"does not compile: {event['reason']}"
+                break
+            except WorkerEnded as ended:
+                if self._closed.is_set():
+                    return ""
+                if again or not ended.by_chance:
+                    return f"does not compile: {ended}"
+                again = True
+        if not found and self._device.type in _COMPILES_AT_CALLS:
+            try:
+                # What is compiled is on the disk then. What it computes, the worker that measures will find out.
+                for _ in worker.ask(ahead, timeout_s=self._timeout_s):
+                    pass
+            except WorkerEnded:
+                return ""
         self._idle.put(worker)
         return found
+
+    def _a_worker(self) -> Worker | None:
+        """A process that has nothing to do; None where none can be started, or none is wanted any more."""
+        if self._closed.is_set():
+            return None
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            pass
+        worker = new_worker(self._device, COMPILE_TIMEOUT_S)
+        self._started.append(worker)
+        if self._closed.is_set():
+            worker.kill()
+        try:
+            return worker.hello()
+        except WorkerError:
+            return None
 
     def close(self) -> None:
         """End the processes."""
@@ -345,6 +404,7 @@ class _Job:
     known: dict[str, Candidate]
     todo: list[dict[str, Any]]
     stale: bool = False
+    replaced: Entry | None = None  # it stays until all of what takes its place is known
 
     def entry(self, provenance: dict[str, Any], finished: bool) -> Entry | None:
         """The entry of what is known; None where no candidate can be taken."""
@@ -377,6 +437,7 @@ class Tuning:
         timeout_s: How long one step of a candidate may take.
         session: The worker to use; None starts one and ends it.
         record: Keeps an entry; None writes it into the store, and a store that cannot be written is an error.
+        force: Tune every key anew. An entry that is there stays until it can be replaced by a finished one.
 
     Attributes:
         results: One for each key, in the order in which they were done.
@@ -395,6 +456,7 @@ class Tuning:
         timeout_s: float = TIMEOUT_S,
         session: Session | None = None,
         record: Callable[[Entry], object] | None = None,
+        force: bool = False,
     ) -> None:
         if len({work.spec.device for work in works}) > 1:
             raise ValueError("expected works on one device, one tuner for each")
@@ -407,6 +469,7 @@ class Tuning:
         self._session = session
         self._record = record or self.store.write
         self._strict = record is None
+        self._force = force
         self._started = time.monotonic()
         self._total = 0
         self._siblings: dict[str, Entry] | None = None
@@ -445,16 +508,22 @@ class Tuning:
             for job in jobs:
                 kind = job.work.backend, job.work.spec
                 most[kind] = tuple(map(max, most.get(kind, job.work.buckets), job.work.buckets))
-            for job in jobs:
-                kind = job.work.backend, job.work.spec
-                if self._left() <= 0:
-                    self._done(Result(job.work, job.key, "left", self.store.read(job.key)))
-                    continue
-                self._tune(job, session, compiling, most[kind])
+            try:
+                for job in jobs:
+                    kind = job.work.backend, job.work.spec
+                    if self._left() <= 0:
+                        self._done(Result(job.work, job.key, "left", self.store.read(job.key)))
+                        continue
+                    self._tune(job, session, compiling, most[kind])
+            except KeyboardInterrupt:
+                told = {result.key for result in self.results}
+                left = [job for job in jobs if job.key not in told]
+                self.results += [Result(job.work, job.key, "left", self.store.read(job.key)) for job in left]
+                raise
         return self.results
 
     def plan(self) -> list[tuple[Work, Key, str]]:
-        """What a run would do: each work, its key, and "new", "stale", "unfinished" or "kept"."""
+        """What a run would do: each work, its key, and "new", "stale", "unfinished", "forced" or "kept"."""
         found = []
         for work in self._unique():
             tunable = tunable_of(work.spec, work.backend)
@@ -463,6 +532,7 @@ class Tuning:
             state = "new"
             if entry is not None:
                 state = "kept" if is_finished(entry, tunable) else "unfinished"
+                state = "forced" if self._force else state
                 state = "stale" if entry.stale(soft_of(tunable)) else state
             found.append((work, key, state))
         return found
@@ -487,8 +557,12 @@ class Tuning:
             entry = None if state in ("new", "stale") else self.store.read(key, tunable)
             if state == "kept" and entry is not None:
                 self._done(Result(work, key, "kept", entry))
-                continue
-            jobs.append(self._job(work, key, tunable, entry, stale=state == "stale"))
+            elif self._force:
+                space = [config_to_json(config) for config in tunable.space]
+                replaced = entry if entry is not None and is_finished(entry, tunable) else None
+                jobs.append(_Job(work, key, tunable, {}, space, state == "stale", replaced))
+            else:
+                jobs.append(self._job(work, key, tunable, entry, stale=state == "stale"))
         return sorted(jobs, key=lambda job: not job.stale)
 
     def _job(self, work: Work, key: Key, tunable: Tunable, entry: Entry | None, *, stale: bool) -> _Job:
@@ -519,12 +593,15 @@ class Tuning:
             for config in job.todo
             if hasattr(dispatch.get_backend(job.work.backend).load(), "compile")
         ]
-        return Compiling(wanted, device) if wanted else None
+        try:
+            return Compiling(wanted, device, self._timeout_s) if wanted else None
+        except NoPlace:  # each key will say so
+            return None
 
     def _tune(self, job: _Job, session: Session, compiling: Compiling | None, most: tuple[int, ...]) -> None:
         started = time.monotonic()
         flushed = started
-        finished, reason = False, ""
+        finished, interrupted, reason = False, False, ""
         timed: set[str] = set()
 
         def note(candidate: Candidate) -> None:
@@ -536,7 +613,7 @@ class Tuning:
             else:
                 self._tell_rejected(job.work, candidate)
             if time.monotonic() - flushed > _FLUSH_S:
-                self._keep(job.entry(session.provenance, False))
+                self._keep(job, session, finished=False)
                 flushed = time.monotonic()
 
         try:
@@ -546,9 +623,14 @@ class Tuning:
                 finished = True
         except KeyFailed as error:
             reason = str(error)
+        except KeyboardInterrupt:
+            interrupted = True
+            raise
         finally:  # however it ends
-            entry = job.entry(session.provenance, finished)
-            self._keep(entry)
+            entry = self._keep(job, session, finished=finished)
+            if interrupted:
+                seconds = time.monotonic() - started
+                self.results.append(Result(job.work, job.key, "partial", entry, len(timed), seconds))
         status = "failed" if reason else "tuned" if finished else "partial" if timed else "left"
         if entry is None and finished:
             status = "failed"
@@ -566,7 +648,7 @@ class Tuning:
         note: Callable[[Candidate], None],
     ) -> bool:
         """Check and time a key's candidates; whether that was done to the end."""
-        session.worker()
+        session.ready(job.work)
         right = []
         for config in job.todo:
             found = compiling.reason(job.work, config) if compiling is not None else ""
@@ -585,9 +667,14 @@ class Tuning:
         left = self._left()
         return session.race(job.work, right, most, None if left == float("inf") else left, note)
 
-    def _keep(self, entry: Entry | None) -> None:
+    def _keep(self, job: _Job, session: Session, *, finished: bool) -> Entry | None:
+        """Record what is known of a key's candidates; the key's entry then."""
+        if job.replaced is not None and not finished:
+            return job.replaced
+        entry = job.entry(session.provenance, finished)
         if entry is not None:
             self._record(entry)
+        return entry
 
     def _left(self) -> float:
         return float("inf") if self._budget_s is None else self._budget_s - self.seconds
@@ -681,44 +768,94 @@ def tuning(*, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     """Inside a ``with`` block, a call that was not tuned, or whose entry is stale, is tuned before it runs.
 
     That takes seconds for the first call of each kind and size, in a process of its own and on tensors of its own; the
-    results are kept in the user's cache. Outside of such a block nothing is ever measured. The block counts for the
-    thread that entered it.
+    results are kept in the user's cache. A call that cannot be tuned runs as it would outside of the block, with a
+    warning. Outside of such a block nothing is ever measured. The block counts for the thread that entered it. Under
+    ``MXKV_TUNE=off`` nothing is tuned, since nothing that was tuned is used.
 
     Args:
         timeout_s: How long one step of a candidate may take.
 
     Raises:
+        TypeError: ``timeout_s`` is no number.
+        ValueError: It is not above 0, or not finite.
         RuntimeError: A CUDA graph is being captured.
     """
+    block = _Block(_checked_timeout(timeout_s))
     lookup.refuse_capture("mxkv.tuning() was entered")
-    resolver = lookup.resolver()
-    sessions: dict[torch.device, Session] = {}
-    lock = threading.Lock()
+    if settings.current().tune == "off":
+        warn_once("tuning under off", "mxkv.tuning() tunes nothing: MXKV_TUNE=off asks for the defaults only")
+    with contextlib.ExitStack() as leaving:  # each step of which is taken, also where one raises
+        leaving.callback(block.close)
+        leaving.callback(block.resolver.changed)
+        # Raises where the block is left in another thread or context than it was entered in.
+        leaving.callback(lookup.tuner.reset, lookup.tuner.set(block.tune))
+        block.resolver.changed()
+        yield
 
-    def hook(spec: Spec, buckets: tuple[int, ...], backend: str, tunable: Tunable) -> Entry | None:
+
+def _checked_timeout(timeout_s: float) -> float:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise TypeError(f"timeout_s must be a number of seconds, got {type(timeout_s).__name__}")
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
+    return min(float(timeout_s), _LONGEST_TIMEOUT_S)
+
+
+class _Block:
+    """A block of :func:`tuning`: its workers, and what is known to be in vain.
+
+    Args:
+        timeout_s: How long one step of a candidate may take.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.resolver = lookup.resolver()
+        self._timeout_s = timeout_s
+        self._sessions: dict[torch.device, Session] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._in_vain: set[Key] = set()
+        self._unreachable: set[str] = set()
+
+    def tune(self, spec: Spec, buckets: tuple[int, ...], backend: str, tunable: Tunable) -> Entry | None:
+        """The hook of look-ups: an entry for a call that has none; None, with one warning, where it cannot be tuned."""
         if spec.operation not in trials.OPERATIONS:
             return None
-        with lock:
-            if spec.device.type == "cuda":
-                torch.cuda.synchronize(spec.device)  # what the caller has under way would be measured too
-            if spec.device not in sessions:
-                sessions[spec.device] = Session(spec.device, timeout_s)
-            work = Work(spec, buckets, backend)
-            try:
-                return _tune_one(work, sessions[spec.device], resolver)
-            except (NotTunable, RuntimeError, OSError) as error:
-                logger.warning("%s is not tuned: %s", work.text, reason_of(error))
+        key = key_of(spec, buckets, backend=backend, tunable=tunable)
+        with self._lock:
+            # A context that was copied inside the block outlives it.
+            if self._closed or key in self._in_vain or not self._reaches(backend):
                 return None
+            work, entry = Work(spec, buckets, backend), None
+            try:
+                if spec.device.type == "cuda":
+                    torch.cuda.synchronize(spec.device)  # what the caller has under way would be measured too
+                if spec.device not in self._sessions:
+                    self._sessions[spec.device] = Session(spec.device, self._timeout_s)
+                entry = _tune_one(work, self._sessions[spec.device], self.resolver)
+            except (ValueError, RuntimeError, OSError) as error:
+                logger.warning("%s is not tuned: %s", work.text, reason_of(error))
+            if entry is None:
+                self._in_vain.add(key)
+            return entry
 
-    token = lookup.tuner.set(hook)
-    resolver.changed()
-    try:
-        yield
-    finally:
-        lookup.tuner.reset(token)
-        resolver.changed()
-        for session in sessions.values():
-            session.close()
+    def _reaches(self, backend: str) -> bool:
+        if backend in self._unreachable:
+            return False
+        try:
+            place_of(backend)
+        except NoPlace as error:
+            self._unreachable.add(backend)
+            logger.warning("calls of the backend %r are not tuned: %s", backend, error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the workers."""
+        with self._lock:
+            self._closed = True
+            for session in self._sessions.values():
+                session.close()
 
 
 def _tune_one(work: Work, session: Session, resolver: lookup.Resolver) -> Entry | None:

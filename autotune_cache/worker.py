@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 import torch
@@ -48,7 +48,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S)
-    parser.add_argument("--backend", action="append", default=[], help="module:NAME of a backend to register")
     arguments = parser.parse_args()
     # What candidates print goes elsewhere.
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
@@ -58,11 +57,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with contextlib.ExitStack() as stack:
-        for place in arguments.backend:
-            module, name = place.split(":")
-            stack.enter_context(dispatch.added_backend(getattr(importlib.import_module(module), name)))
-        Server(answers, device, arguments.timeout).serve(sys.stdin)
+    Server(answers, device, arguments.timeout).serve(sys.stdin)
 
 
 class Server:
@@ -81,6 +76,7 @@ class Server:
         self.timer = measure.Timer(device)
         self._operation: tuple[Spec, trials.Operation] | None = None
         self._uncapturable = {trials.ORACLE}
+        self._added: dict[str, contextlib.AbstractContextManager[None]] = {}
 
     def serve(self, requests: IO[str]) -> None:
         """Answer requests, one after another."""
@@ -88,6 +84,7 @@ class Server:
             request = json.loads(line)
             self._alarm(True)
             try:
+                self._register(request.get("place"))
                 getattr(self, f"do_{request['do']}")(request)
             except MemoryError as error:
                 self.say(event="error", reason=reason_of(error))
@@ -95,6 +92,14 @@ class Server:
                 self.say(event="error", reason=reason_of(error), fatal=self._is_broken())
             self._alarm(False)
             self.say(event="done")
+
+    def _register(self, place: str | None) -> None:
+        """Register the backend of a request, unless it is one that is installed."""
+        if place is not None and place not in self._added:
+            module, name = place.split(":")
+            block = dispatch.added_backend(getattr(importlib.import_module(module), name))
+            block.__enter__()
+            self._added[place] = block  # a block that nobody holds is left
 
     def say(self, **event: Any) -> None:
         """Send an event; a step begins or ends."""
@@ -120,12 +125,13 @@ class Server:
         spec = self._spec(request)
         operation = self._of(spec)
         config = self._config(request, spec, request["config"])
-        wanted = operation.check_sizes(config)
-        for sizes in wanted:
-            operation.trial(sizes)
+        wanted = [(sizes, seed) for sizes, seed in operation.check_calls(config) if seed or not request.get("ahead")]
+        for sizes, seed in wanted:
+            operation.trial(sizes, seed)
+            self.say(event="drawn")
 
         def run() -> str:
-            found = (operation.check(request["backend"], config, sizes) for sizes in wanted)
+            found = (operation.check(request["backend"], config, sizes, seed) for sizes, seed in wanted)
             return next(filter(None, found), "")
 
         self._attempt(0, run)
@@ -281,11 +287,24 @@ def provenance(device: torch.device) -> dict[str, str | int | float | bool | Non
 
 
 class WorkerEnded(RuntimeError):
-    """A worker ended, or hung and was ended, before it had answered; the message says how."""
+    """A worker ended, or hung and was ended, before it had answered; the message says how.
+
+    Attributes:
+        by_chance: Whether that need not be the candidate's doing: whoever lacks memory or stops jobs sends signals too,
+            and on a machine that is busy elsewhere anything takes long.
+    """
+
+    def __init__(self, message: str, *, by_chance: bool) -> None:
+        super().__init__(message)
+        self.by_chance = by_chance
 
 
 class WorkerError(RuntimeError):
     """No worker can be started."""
+
+
+class NoPlace(ValueError):
+    """Worker processes cannot import a backend; the message says why."""
 
 
 class Worker:
@@ -293,21 +312,16 @@ class Worker:
 
     Args:
         device: What its calls run on.
-        backends: Backends to register, beside those that are installed (:func:`added_backends`).
         threads: torch's threads in it: on the CPU they are part of a key.
         timeout_s: How long one step may take.
     """
 
-    def __init__(
-        self, device: torch.device, *, backends: Sequence[str] = (), threads: int = 1, timeout_s: float = TIMEOUT_S
-    ) -> None:
+    def __init__(self, device: torch.device, *, threads: int = 1, timeout_s: float = TIMEOUT_S) -> None:
         self.device = device
         self.timeout_s = timeout_s
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the worker)
         command = [sys.executable, "-m", "mxkv.autotune_cache.worker", "--device", str(device)]
         command += ["--threads", str(threads), "--timeout", str(timeout_s)]
-        for place in backends:
-            command += ["--backend", place]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=_environment(),
             start_new_session=True,  # Ctrl-C is the tuner's to handle
@@ -339,7 +353,7 @@ class Worker:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise WorkerEnded(self._end()) from None
+            raise self._end() from None
         limit = self.timeout_s if timeout_s is None else timeout_s
         while True:
             event = self._event(limit)
@@ -355,16 +369,16 @@ class Worker:
             ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
             if not ready:
                 self.close()
-                raise WorkerEnded(f"timed out after {limit:g} s")
+                raise WorkerEnded(f"timed out after {limit:g} s", by_chance=True)
             part = os.read(descriptor, 1 << 16)
             if not part:
-                raise WorkerEnded(self._end())
+                raise self._end()
             self._pending += part
         line, self._pending = self._pending.split(b"\n", 1)
         event: Event = json.loads(line)
         return event
 
-    def _end(self) -> str:
+    def _end(self) -> WorkerEnded:
         """How the process ended."""
         try:
             code = self._process.wait(5)
@@ -375,8 +389,9 @@ class Worker:
         self.close()
         if code < 0:
             with contextlib.suppress(ValueError):
-                return one_line(f"the process was killed by {signal.Signals(-code).name}{said}")
-        return one_line(f"the process ended with {code}{said}")
+                how = one_line(f"the process was killed by {signal.Signals(-code).name}{said}")
+                return WorkerEnded(how, by_chance=True)
+        return WorkerEnded(one_line(f"the process ended with {code}{said}"), by_chance=code < 0)
 
     def _last_words(self) -> str:
         self._log.seek(0, os.SEEK_END)
@@ -415,29 +430,41 @@ def _environment() -> dict[str, str]:
     return {**found, "MXKV_TUNE": "off", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def added_backends() -> list[str]:
-    """Where a worker finds the backends that ``dispatch.added_backend`` registered: "module:NAME" of each.
+def place_of(backend: str) -> str | None:
+    """Where a worker finds a backend that ``dispatch.added_backend`` registered: "module:NAME"; None for the others.
 
     Raises:
-        ValueError: One is no attribute of a module.
+        NoPlace: It finds it nowhere.
     """
-    return [_place(backend) for backend in dispatch.added()]
+    added = next((one for one in dispatch.added() if one.name == backend), None)
+    return None if added is None else _place(added)
 
 
 def _place(backend: Backend) -> str:
-    for module in {backend.load.__module__, backend.supports.__module__, backend.probe.__module__}:
-        for name, value in vars(sys.modules[module]).items():
-            if value is backend:
-                return f"{module}:{name}"
-    raise ValueError(
+    functions = (backend.load, backend.supports, backend.probe)
+    for module in dict.fromkeys(getattr(function, "__module__", None) for function in functions):
+        for name, value in vars(sys.modules[module]).items() if module in sys.modules else ():
+            if value is not backend:
+                continue
+            if module == "__main__":
+                raise NoPlace(
+                    f"worker processes cannot import the backend {backend.name!r} from the program that runs "
+                    "(__main__): put it into a module of its own"
+                )
+            return f"{module}:{name}"
+    raise NoPlace(
         f"worker processes cannot import the backend {backend.name!r}: expected it as an attribute of the module that "
         "has its functions"
     )
 
 
 def request(do: str, spec: Spec, backend: str, **fields: Any) -> Event:
-    """A request about a kind of call."""
-    return {"do": do, "spec": spec_to_json(spec), "backend": backend, **fields}
+    """A request about a kind of call.
+
+    Raises:
+        NoPlace: Workers cannot import the backend.
+    """
+    return {"do": do, "spec": spec_to_json(spec), "backend": backend, "place": place_of(backend), **fields}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import mxkv
 from mxkv import dispatch, settings
 from mxkv.autotune_cache import lookup, tuner
 from mxkv.autotune_cache.entries import Entry, EntryStore, read_bundle, write_bundle
-from mxkv.autotune_cache.keys import spec_to_json
+from mxkv.autotune_cache.keys import Key, spec_to_json
 from mxkv.cli import configs, make_app
 from mxkv.cli import tune as tune_command
 from tests import planted_backend as planted
@@ -167,6 +167,57 @@ def test_check_exits_with_1_where_a_key_is_missing(tuned: Path) -> None:
     assert [row["call"] for row in found["missing"]] == ["load mxfp4 d=64, 2 tokens"]
 
 
+def a_log(path: Path, *lines: Any) -> str:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def a_call(device: str = "cpu", backend: str = "planted") -> dict[str, Any]:
+    spec = mxkv.StoreSpec(torch.device(device), mxkv.FORMATS["mxfp4"], 64, torch.bfloat16, layout())
+    return {"spec": spec_to_json(spec), "sizes": {"tokens": 2}, "backend": backend}
+
+
+@pytest.mark.usefixtures("without_workers")
+def test_a_check_of_nothing_is_no_success(tuned: Path, tmp_path: Path) -> None:
+    here = a_log(tmp_path / "here", a_call())
+    assert invoke("tune", "--from-log", here, "--device", "cpu", "--check").exit_code == 0
+    unusable = {
+        "garbage": a_log(tmp_path / "garbage", "not a line", [1]),
+        "elsewhere": a_log(tmp_path / "elsewhere", a_call("cuda:0"), a_call("cuda:1")),
+        "no backend": a_log(tmp_path / "no backend", a_call(backend="none such"), ""),
+    }
+    for log in unusable.values():
+        for option in ("--check", "--dry-run", "--json"):
+            result = invoke("tune", "--from-log", log, "--device", "cpu", option)
+            assert result.exit_code == 1
+            assert f"lines of {log} is a call that can be tuned here" in result.stderr
+        found = as_json(invoke("tune", "--from-log", log, "--device", "cpu", "--check", "--json"))
+        assert found["ok"] is False
+        assert "nothing was checked" in found["error"]
+        assert found["skipped_lines"]
+    empty = a_log(tmp_path / "empty")
+    result = invoke("tune", "--from-log", empty, "--device", "cpu", "--check")
+    assert result.exit_code == 1
+    assert f"nothing was checked: {empty} has no call" in result.stderr
+    assert invoke("tune", "--from-log", empty, "--device", "cpu").exit_code == 0  # there is nothing to do
+    result = invoke("tune", "--from-log", here, "--device", "cpu", "--check", "--op", "load")
+    assert result.exit_code == 1
+    assert "has no call that was asked for" in result.stderr
+    assert invoke("tune", "--from-log", here, "--device", "cpu", "--check", "--format", "mxfp4").exit_code == 0
+    some = a_log(tmp_path / "some", a_call("cuda:0"), a_call())
+    assert invoke("tune", "--from-log", some, "--device", "cpu", "--check").exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [("--op", "stor"), ("--format", "mxfp5")])
+@pytest.mark.usefixtures("without_workers")
+def test_filters_of_a_log_are_checked(tuned: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    log = a_log(tmp_path / "log", a_call())
+    for option in ("--check", "--dry-run"):
+        result = invoke("tune", "--from-log", log, "--device", "cpu", option, *arguments)
+        assert result.exit_code == 2
+        assert arguments[1] in result.stderr
+
+
 @pytest.mark.usefixtures("without_workers")
 def test_check_under_strict_lists_instead_of_raising(tuned: Path, fresh_settings: pytest.MonkeyPatch) -> None:
     fresh_settings.setenv("MXKV_TUNE", "strict")
@@ -190,7 +241,10 @@ def test_a_log_of_misses_is_replayed(cache: Path, tmp_path: Path, fresh_settings
     result = invoke("tune", "--from-log", str(log), "--device", "cpu", "--json")
     found = as_json(result)
     assert [(row["call"], row["status"]) for row in found["keys"]] == [("store mxfp4 d=64 float32, 2 tokens", "tuned")]
-    assert [line.split(":")[0] for line in found["skipped_lines"]] == ["line 2", "line 3"]
+    assert found["skipped_lines"] == [
+        "line 2 is not a call: it is not JSON",
+        "line 3 cannot be tuned: it is a call on cuda:1, and cpu is tuned",
+    ]
     assert "line 2" in result.stderr
     planted.launches.clear()
     mxkv.store(pages, torch.zeros(2, 64), torch.arange(2), backend="planted")
@@ -217,6 +271,7 @@ def test_an_unwritable_cache_is_named(cache: Path, tmp_path: Path, fresh_setting
     result = invoke("tune", *FIRST)
     assert result.exit_code == 1
     assert f"cannot write tuned configurations to {tmp_path / 'file'}" in result.stderr
+    assert result.stdout == ""
     found = invoke("tune", *FIRST, "--json")
     assert found.exit_code == 1
     assert str(tmp_path / "file") in as_json(found)["error"]
@@ -292,10 +347,21 @@ def test_ctrl_c_keeps_what_is_done(cache: Path, tmp_path: Path) -> None:
     assert "run it again to go on" in err
     found = json.loads(out)
     assert found["interrupted"]
-    assert [row["status"] for row in found["keys"]] == ["tuned"]
+    assert [row["status"] for row in found["keys"]] == ["tuned", "partial"]
+    assert found["keys"][1]["call"] == "store mxfp4 d=64 rope, 1 tokens"
+    assert (found["summary"]["tuned"], found["summary"]["partial"]) == (1, 1)
     finished = [entry for entry in EntryStore(cache).entries() if entry.provenance["finished"]]
     assert [entry.key.name for entry in finished] == [found["keys"][0]["key"]]
     assert not [path.name for path in cache.iterdir() if path.suffix == ".tmp"]
+
+
+def test_tune_anew(tuned: Path) -> None:
+    dates = {path: path.read_bytes() for path in tuned.glob("*.json")}
+    found = as_json(invoke("tune", *FIRST, "--force", "--dry-run", "--json"))
+    assert [row["state"] for row in found["keys"]] == ["forced"] * 2
+    found = as_json(invoke("tune", *FIRST, "--force", "--json"))
+    assert [(row["status"], row["timed_now"]) for row in found["keys"]] == [("tuned", 3)] * 2
+    assert all(path.read_bytes() != before for path, before in dates.items())
 
 
 # configs
@@ -319,6 +385,41 @@ def test_list(tuned: Path) -> None:
         assert row["ratio"] > 1
         assert row["call"].startswith("store mxfp4 d=64")
     assert as_json(invoke("configs", "list", "--op", "load", "--json"))["entries"] == []
+
+
+def test_list_takes_filters(tuned: Path) -> None:
+    entry = next(EntryStore(tuned).entries())
+    shipped = dataclasses.replace(
+        entry, key=Key({**entry.key.hard, "arch": "sm_90", "compute_units": 132}), provenance={"device": "NVIDIA H200"}
+    )
+    lookup.SHIPPED.mkdir()
+    write_bundle(lookup.SHIPPED / "nvidia_h200.json", [shipped])
+
+    def listed(*arguments: str) -> list[str]:
+        return sorted(row["origin"] for row in as_json(invoke("configs", "list", *arguments, "--json"))["entries"])
+
+    assert listed() == ["cache", "cache", "nvidia_h200"]
+    assert listed("--user") == listed("--device", "cpu") == ["cache", "cache"]
+    assert listed("--shipped") == listed("--device", "h200") == ["nvidia_h200"]
+    assert listed("--user", "--shipped") == listed()
+    assert listed("--device", "A100") == listed("--user", "--device", "H200") == listed("--op", "load") == []
+    for command in (("list",), ("clear",), ("export", "file")):
+        result = invoke("configs", *command, "--op", "stor")
+        assert result.exit_code == 2
+        assert "unknown operation stor" in result.stderr
+    assert len(names(tuned)) == 2
+
+
+def test_entries_of_a_cpu_show_their_threads(tuned: Path) -> None:
+    store = EntryStore(tuned)
+    for entry in [*store.entries()]:
+        store.write(dataclasses.replace(entry, key=Key({**entry.key.hard, "compute_units": 77})))
+    shown = invoke("configs", "list").stdout
+    here = torch.get_num_threads()
+    assert shown.count("CPU, 77 threads") == 2
+    assert shown.count(f"CPU, {here} threads") == 2
+    units = [row["compute_units"] for row in as_json(invoke("configs", "list", "--json"))["entries"]]
+    assert sorted(units) == sorted([here, here, 77, 77])
 
 
 def test_show_takes_the_beginning_of_a_name(tuned: Path) -> None:
@@ -381,6 +482,19 @@ def test_clear_takes_an_operation(tuned: Path) -> None:
     (tuned / "load-of-garbage.json").touch()
     assert as_json(invoke("configs", "clear", "--op", "load", "--json"))["removed"] == 1
     assert as_json(invoke("configs", "clear", "--json"))["removed"] == 2
+
+
+def test_clear_takes_beginnings_of_names(tuned: Path) -> None:
+    first, second = names(tuned)
+    for arguments in (("store",), ("none",), (first, "none"), (first, "--op", "store")):
+        result = invoke("configs", "clear", *arguments)
+        assert result.exit_code == 2, result.output
+        assert names(tuned) == [first, second]
+    assert "the beginning of 2 names" in invoke("configs", "clear", "store").stderr
+    (tuned / "store-of-garbage.json").touch()
+    found = as_json(invoke("configs", "clear", first.split("-")[1][:8], "store-of", first, "--json"))
+    assert found["removed"] == 2
+    assert names(tuned) == [second]
 
 
 def other_choice(entry: Entry) -> Entry:
@@ -535,7 +649,7 @@ def test_help_names_every_option() -> None:
         environment = {"COLUMNS": "200", "NO_COLOR": "1"}
         return CliRunner().invoke(make_app(), [*arguments, "--help"], env=environment).output
 
-    options = ["op", "format", "latent", "tokens", "preset", "from-log", "budget", "dry-run", "check", "json"]
+    options = ["op", "format", "latent", "tokens", "preset", "from-log", "budget", "dry-run", "check", "force", "json"]
     assert all(f"--{option}" in shown("tune") for option in options)
     for command in ("list", "show", "diff", "verify", "export", "import", "clear"):
         assert command in shown("configs")

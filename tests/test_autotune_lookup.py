@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import mxkv
 from mxkv import dispatch, settings
 from mxkv.autotune_cache import entries, lookup
 from mxkv.autotune_cache.choice import Choice
-from mxkv.autotune_cache.entries import Entry, EntryStore, bundle_bytes, write_bundle
-from mxkv.autotune_cache.keys import bucket, spec_from_json
+from mxkv.autotune_cache.entries import Candidate, Entry, EntryStore, bundle_bytes, config_to_json, write_bundle
+from mxkv.autotune_cache.keys import bucket, key_of, soft_of, spec_from_json, spec_to_json
 from mxkv.autotune_cache.lookup import Found, MissingConfigError, Resolver, resolver
+from mxkv.backends.torch_eager import latents
 from mxkv.contracts import YES, Backend, Spec, Tunable
 from tests.test_environment import run
 from tests.tuned_entries import (
@@ -864,6 +866,32 @@ def test_digests_follow_the_answers(pairs: list[tuple[int, int]]) -> None:
         resolver().reset()
 
 
+def test_a_digest_leaves_out_what_no_call_finds(environment: Callable[..., None]) -> None:
+    spec = store_spec()
+    of = latents.tunable(spec)
+    recorded = json.dumps(spec_to_json(spec))
+
+    def tuned(key: Any, **provenance: Any) -> Entry:
+        (best, *_) = candidates = tuple(Candidate(config_to_json(config), 1.0, 1.0, 1.0, 9) for config in of.space)
+        return Entry(key, soft_of(of), best.config, candidates, best.config, provenance)
+
+    now = key_of(spec, (512,), backend="torch", tunable=of)
+    resolver().use_snapshot([tuned(now, spec=recorded)])
+    digest = mxkv.digest()
+    earlier = [tuned(rekeyed(now, space="0" * 16), spec=recorded), tuned(rekeyed(now, target="other"), spec=recorded)]
+    resolver().use_snapshot([tuned(now, spec=recorded), *earlier])
+    assert mxkv.digest() == digest
+    resolver().use_snapshot(earlier)
+    assert mxkv.digest() != digest
+    # What cannot be told counts.
+    for provenance in ({}, {"spec": "no JSON"}, {"spec": "[" * 900}):
+        resolver().use_snapshot([tuned(now, spec=recorded), tuned(rekeyed(now, space="0" * 16), **provenance)])
+        assert mxkv.digest() != digest
+    elsewhere = rekeyed(now, space="0" * 16, backend="not here")
+    resolver().use_snapshot([tuned(now, spec=recorded), tuned(elsewhere, spec=recorded)])
+    assert mxkv.digest() != digest
+
+
 # Warm-up.
 
 
@@ -925,6 +953,36 @@ def test_warmup_of_several_sizes(planted: Callable[..., Planted]) -> None:
     assert operations.compiled == [SPACE[0]]
     with pytest.raises(ValueError, match="one bucket for each"):
         mxkv.warmup([store_spec()], tokens=[3])
+
+
+def test_warmup_takes_one_spec(planted: Callable[..., Planted]) -> None:
+    operations = planted()
+    mxkv.warmup(store_spec(), 5000)
+    assert operations.compiled == [default(5000)]
+
+
+@pytest.mark.parametrize(
+    ("specs", "tokens", "expected"),
+    [
+        (None, None, "specs must be a spec or several, got NoneType"),
+        ("mxfp4", None, "specs must be a spec or several, got str"),
+        ([store_spec(), None], None, "specs must be a spec or several (mxkv.spec makes them), got NoneType"),
+        ([store_spec()], "64", "tokens must be a number, or several, got str"),
+        ([store_spec()], 64.0, "tokens must be a number, or several, got float"),
+        ([store_spec()], True, "tokens must be a number, or several, got bool"),
+        ([store_spec()], [64.5], "tokens must be integers, or tuples of them, got 64.5"),
+        ([store_spec()], [True], "tokens must be integers, or tuples of them, got True"),
+        ([store_spec()], [(1, None)], "tokens must be integers, or tuples of them, got (1, None)"),
+        ([store_spec()], 0, "tokens must be at least 1, got 0"),
+        ([store_spec()], [64, -3], "tokens must be at least 1, got -3"),
+    ],
+)
+def test_warmup_checks_its_arguments(specs: Any, tokens: Any, expected: str, planted: Callable[..., Planted]) -> None:
+    operations = planted()
+    kind = ValueError if "at least" in expected else TypeError
+    with pytest.raises(kind, match=re.escape(expected)):
+        mxkv.warmup(specs, tokens)
+    assert operations.compiled == []
 
 
 @pytest.mark.parametrize("named", [{"tunable": None}, {"compiles": False}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -174,9 +175,9 @@ def test_the_torch_backend_passes_its_own_check(name: str) -> None:
     for spec in (store, load):
         operation = trials.operation_of(spec)
         config = latents.tunable(spec).space[0]
-        sizes = operation.check_sizes(config)
-        assert {(1,), (331,)} <= set(sizes)
-        assert [operation.check("torch", config, size) for size in sizes] == [""] * len(sizes)
+        calls = operation.check_calls(config)
+        assert {((1,), 0), ((331,), 0), ((331,), 1), ((331,), 2)} <= set(calls)
+        assert [operation.check("torch", config, *call) for call in calls] == [""] * len(calls)
 
 
 def test_the_check_looks_at_the_edges_of_tiles() -> None:
@@ -241,6 +242,63 @@ def test_the_inputs_are_nasty() -> None:
     assert stored.unique().shape == stored.shape  # which of two equal slots wins is not specified on a GPU
     assert (positions < 0).any()
     assert (positions >= table.shape[0]).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tensors_that_are_not_aligned_are_drawn_too(dtype: torch.dtype) -> None:
+    spec = dataclasses.replace(STORE, positioned=True, rotate=True, latent_dtype=dtype)
+    store = trials.operation_of(spec)
+    load = trials.operation_of(dataclasses.replace(LOAD, out_dtype=dtype))
+    drawn: list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]] = []
+    for seed in (1, 2):
+        cache, rows, *others = store.trial((331,), seed).tensors
+        drawn.append((cache, rows, others[:2]))  # type: ignore[arg-type]
+        cache, slots, rows, _ = load.trial((331,), seed).tensors
+        drawn.append((cache, rows, [slots]))  # type: ignore[arg-type, list-item]
+    size = dtype.itemsize
+    assert [rows.data_ptr() % 16 for _, rows, _ in drawn] == [size, size, 4, 4]
+    assert [rows.stride(0) % 2 for _, rows, _ in drawn] == [1, 1, 0, 0]
+    assert all(rows.stride(0) % 16 for _, rows, _ in drawn)
+    assert [cache.data_ptr() % 16 for cache, _, _ in drawn] == [1, 1, 2, 2]
+    for _, _, indices in drawn:
+        assert {(index.dtype, index.stride(0)) for index in indices} == {(torch.int32, 2)}
+
+
+def _not_aligned(tensors: list[torch.Tensor]) -> dict[str, bool]:
+    cache, rows, slots = tensors
+    return {
+        "odd rows": rows.data_ptr() % 4 != 0,
+        "rows at 4 bytes": rows.data_ptr() % 16 == 4,
+        "rows an odd distance apart": rows.stride(0) % 2 == 1,
+        "int32 slots": slots.dtype == torch.int32,
+        "slots of a stride": slots.stride(0) == 2,
+        "cache at any byte": cache.data_ptr() % 2 == 1,
+        "cache at 2 bytes": cache.data_ptr() % 4 == 2,
+    }
+
+
+@pytest.mark.parametrize("what", _not_aligned([torch.zeros(1, 1)] * 3))
+@pytest.mark.parametrize("spec", [STORE, LOAD], ids=["store", "load"])
+def test_a_candidate_that_needs_alignment_is_found_out(spec: Spec, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = (0, 1, 2) if isinstance(spec, StoreSpec) else (0, 2, 1)  # of the cache, the rows and the slots
+
+    def prepare(self: planted.Operations, of: Spec) -> Callable[..., None]:
+        run = latents.prepare(of)
+
+        def call(*tensors: Any, config: Any) -> None:
+            run(*tensors)
+            written = tensors[0 if isinstance(spec, StoreSpec) else 2]
+            if _not_aligned([tensors[i] for i in order])[what]:
+                written[-1].view(torch.uint8).flatten()[0] ^= 1
+
+        return call
+
+    monkeypatch.setattr(planted.Operations, "prepare", prepare)
+    with dispatch.added_backend(planted.SOUND):
+        operation = trials.operation_of(spec)
+        found = {call: operation.check("planted", planted.GOOD, *call) for call in operation.check_calls(planted.GOOD)}
+    assert [reason for (_, seed), reason in found.items() if not seed and reason] == []
+    assert any("wrong bytes" in reason and "that are not aligned" in reason for reason in found.values())
 
 
 def test_pages_stand_in_random_order_and_tokens_one_after_another() -> None:
@@ -326,6 +384,27 @@ def test_filters() -> None:
         shapes.works(CPU, preset="some")
 
 
+def test_what_is_wrong_with_a_line_of_a_log_is_said_shortly(tmp_path: Path) -> None:
+    good = {"spec": spec_to_json(STORE), "sizes": {"tokens": 100}, "backend": "torch"}
+    lines = [
+        "not a line",
+        "[" * 100_000,
+        json.dumps({**good, "sizes": {"tokens": "x" * 1000}}),
+        json.dumps({**good, "spec": {**spec_to_json(STORE), "format": "x" * 1000}}),
+        json.dumps({**good, "backend": "none such"}),
+        json.dumps({**good, "spec": {**spec_to_json(STORE), "device": "cuda:3"}}),
+    ]
+    (tmp_path / "log").write_text("\n".join(lines))
+    works, wrong = shapes.works_of_log(tmp_path / "log", CPU)
+    assert not works
+    assert wrong[:2] == [f"line {number} is not a call: it is not JSON" for number in (1, 2)]
+    assert wrong[2].startswith("line 3 is not a call: expected sizes above 0, got {")
+    assert wrong[3].startswith("line 4 is not a call: ")
+    assert wrong[4].startswith("line 5 cannot be tuned: unknown backend 'none such'")
+    assert wrong[5] == "line 6 cannot be tuned: it is a call on cuda:3, and cpu is tuned"
+    assert max(map(len, wrong)) < 200
+
+
 def test_a_log_of_misses_is_read_and_its_bad_lines_are_reported(tmp_path: Path) -> None:
     good = {"spec": spec_to_json(STORE), "sizes": {"tokens": 100}, "backend": "torch"}
     lines = [
@@ -346,7 +425,7 @@ def test_a_log_of_misses_is_read_and_its_bad_lines_are_reported(tmp_path: Path) 
     path.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
     works, wrong = shapes.works_of_log(path, CPU)
     assert works == [Work(STORE, (128,), "torch")]
-    assert [line.split(":")[0] for line in wrong] == [f"line {n}" for n in range(4, 14)]
+    assert [line.split()[1] for line in wrong] == [str(n) for n in range(4, 14)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 100])
@@ -476,6 +555,34 @@ def test_an_unfinished_key_is_finished(cache: Path) -> None:
         assert again.status == "kept"
 
 
+def test_every_key_is_tuned_anew_where_that_is_asked_for(cache: Path) -> None:
+    tuned(planted.SOUND, 2, 16)
+    with dispatch.added_backend(planted.SOUND):
+        assert [s for _, _, s in tuner.Tuning(planted_works(1, 2, 16), force=True).plan()] == [
+            "new",
+            "forced",
+            "forced",
+        ]
+    results = run(planted.SOUND, planted_works(2), force=True)
+    assert [(r.status, r.timed) for r in results] == [("tuned", 3)]
+    entry = EntryStore(cache).read(results[0].key)
+    assert entry is not None
+    assert entry.best == config_to_json(planted.BEST)
+    # What another set of choices has measured is not taken either.
+    (grown,) = run(planted.GROWN, planted_works(16), force=True)
+    assert grown.timed == 4
+
+
+def test_an_entry_stays_until_all_of_its_successor_is_known(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(planted.SOUND, 2)
+    before = {path: path.read_bytes() for path in cache.glob("*.json")}
+    monkeypatch.setattr(tuner, "_FLUSH_S", 0.0)
+    interrupt_after(monkeypatch, 2, 2)
+    with pytest.raises(KeyboardInterrupt):
+        run(planted.SOUND, planted_works(2), force=True)
+    assert {path: path.read_bytes() for path in cache.glob("*.json")} == before
+
+
 def test_a_spent_budget_leaves_the_rest(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "Worker", no_worker)
@@ -499,26 +606,36 @@ def test_a_spent_budget_leaves_the_rest(cache: Path, monkeypatch: pytest.MonkeyP
     assert all(measure.FEWEST <= c.count < 7 for c in entry.candidates)
 
 
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, tokens: int, timings: int) -> None:
+    """Ctrl-C in the middle of a key, once so many timings of it are known."""
+    ask = worker.Worker.ask
+
+    def ask_until(self: worker.Worker, request: Any, **options: Any) -> Iterator[Any]:
+        known = 0
+        for event in ask(self, request, **options):
+            yield event
+            known += event["event"] == "timing"
+            if request.get("sizes") == (tokens,) and known == timings:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker.Worker, "ask", ask_until)
+
+
 def test_an_interruption_keeps_what_was_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(progress: tuner.Progress) -> None:
         if progress.result is not None:
             done.append(progress.result)
 
     done: list[tuner.Result] = []
-    ask = worker.Worker.ask
-
-    def ask_until(self: worker.Worker, request: Any, **options: Any) -> Iterator[Any]:
-        timings = 0
-        for event in ask(self, request, **options):
-            yield event
-            timings += event["event"] == "timing"
-            if request.get("sizes") == (16,) and timings == 2:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(worker.Worker, "ask", ask_until)
-    with pytest.raises(KeyboardInterrupt):
-        run(planted.SOUND, planted_works(2, 16, 64), on_progress=interrupted)
+    interrupt_after(monkeypatch, 16, 2)
+    with dispatch.added_backend(planted.SOUND):
+        tuning = tuner.Tuning(planted_works(2, 16, 64), on_progress=interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tuning.run()
     assert [result.work.buckets for result in done] == [(2,)]
+    told = [(result.work.buckets, result.status, result.timed) for result in tuning.results]
+    assert told == [((2,), "tuned", 3), ((16,), "partial", 2), ((64,), "left", 0)]
+    assert tuning.results[1].entry == EntryStore(cache).read(tuning.results[1].key)
     entries = {entry.key.hard["tokens"]: entry for entry in EntryStore(cache).entries()}
     assert sorted(entries) == [2, 16]
     assert len(entries[16].candidates) == 2
@@ -585,6 +702,74 @@ def test_calls_go_on_while_a_tuner_writes(cache: Path, caplog: pytest.LogCapture
     assert seen <= {"default", "cache"}
     assert "cache" in seen
     assert not caplog.records
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, do: str, times: int, event: str = "at") -> list[int]:
+    """Kill workers from outside in the middle of an answer, so many times."""
+    ask = worker.Worker.ask
+    killed: list[int] = []
+
+    def ask_and_die(self: worker.Worker, request: Any, **options: Any) -> Iterator[Any]:
+        for one in ask(self, request, **options):
+            if request["do"] == do and one["event"] == event and len(killed) < times:
+                killed.append(self._process.pid)
+                os.kill(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            yield one
+
+    monkeypatch.setattr(worker.Worker, "ask", ask_and_die)
+    return killed
+
+
+@pytest.mark.parametrize(
+    ("backend", "do", "event"),
+    [
+        (planted.SOUND, "check", "at"),
+        (planted.SOUND, "check", "drawn"),
+        (planted.SOUND, "time", "timing"),
+        (planted.COMPILED, "compile", "at"),
+    ],
+    ids=["check", "draw", "time", "compile"],
+)
+def test_a_worker_that_is_killed_from_outside_costs_no_candidate(
+    backend: Backend, do: str, event: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = killed_at(monkeypatch, do, 1, event)
+    (result,) = run(backend, planted_works(2))
+    assert len(killed) == 1
+    assert result.status == "tuned", result.reason
+    assert not result.rejected
+    assert result.entry is not None
+    assert len(result.entry.candidates) == len(backend.load().space)
+    assert result.entry.best == config_to_json(planted.BEST)
+
+
+def test_a_candidate_whose_worker_ends_twice_is_rejected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_at(monkeypatch, "check", 2)
+    (result,) = run(planted.SOUND, planted_works(2))
+    assert result.status == "tuned"
+    (rejected,) = result.rejected
+    assert rejected.rejected == "the process was killed by SIGKILL"
+
+
+def test_what_calls_compile_is_compiled_ahead(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernels are compiled anew for tensors that are aligned otherwise: that, too, is done side by side."""
+    ask = worker.Worker.ask
+    asked: list[dict[str, Any]] = []
+    ends: list[str] = []
+
+    def noted(self: worker.Worker, request: Any, **options: Any) -> Iterator[Any]:
+        asked.append(request)
+        for event in ask(self, request, **options):
+            ends.append(event["event"])
+            yield event
+
+    monkeypatch.setattr(worker.Worker, "ask", noted)
+    monkeypatch.setattr(tuner, "_COMPILES_AT_CALLS", ("cpu",))
+    (result,) = run(planted.COMPILED, planted_works(2))
+    assert result.status == "tuned", result.reason
+    assert [request["config"]["delay_us"] for request in asked if request.get("ahead")] == [100, 20]
+    assert "error" not in ends
 
 
 # tuning().
@@ -681,6 +866,113 @@ def test_a_call_that_cannot_be_tuned_runs_all_the_same(cache: Path, caplog: pyte
     assert any("is not tuned" in record.getMessage() for record in caplog.records)
 
 
+def test_a_key_that_cannot_be_tuned_is_tried_once_in_a_block(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dispatch.added_backend(planted.HOPELESS), counted_workers(monkeypatch) as started:
+        for _ in range(2):
+            caplog.clear()
+            with mxkv.tuning():
+                for tokens in (5, 6, 7):  # one bucket
+                    pages, rows, slots = a_store(tokens)
+                    mxkv.store(pages, rows, slots, backend="planted")
+            assert sum("is not tuned" in record.getMessage() for record in caplog.records) == 1
+        assert len(started) == 2
+    with (
+        dispatch.added_backend(planted.SOUND),
+        pytest.MonkeyPatch.context() as patch,
+        counted_workers(patch) as started,
+    ):
+        patch.setattr(worker.sys, "executable", "/bin/false")
+        with mxkv.tuning():
+            for tokens in (5, 6, 7):
+                pages, rows, slots = a_store(tokens)
+                mxkv.store(pages, rows, slots, backend="planted")
+        assert len(started) == 1
+
+
+def test_a_backend_that_is_not_tuned_need_not_be_importable(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lonely = dataclasses.replace(planted.HOPELESS, name="lonely")
+    with dispatch.added_backend(lonely), dispatch.added_backend(planted.SOUND), mxkv.tuning():
+        pages, rows, slots = a_store()
+        mxkv.store(pages, rows, slots, backend="planted")
+        assert planted.launches[-1][1] == planted.BEST
+    assert not caplog.records
+
+
+def test_a_backend_of_the_program_that_runs_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tuner, "Worker", no_worker)
+
+    def load() -> Any:
+        return planted.SOUND.load()
+
+    load.__module__ = "__main__"
+    mine = dataclasses.replace(planted.SOUND, load=load)
+    monkeypatch.setattr(sys.modules["__main__"], "MINE", mine, raising=False)
+    with dispatch.added_backend(mine):
+        with mxkv.tuning():
+            for tokens in (1, 7, 8):
+                pages, rows, slots = a_store(tokens)
+                mxkv.store(pages, rows, slots, backend="planted")
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert "cannot import the backend 'planted' from the program that runs (__main__)" in warning
+        (result,) = tuner.tune(planted_works(2))
+    assert (result.status, result.entry) == ("failed", None)
+    assert "put it into a module of its own" in result.reason
+
+
+def test_a_block_that_is_left_elsewhere_ends_its_worker(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            block.__exit__(None, None, None)
+        except ValueError as error:
+            raised.append(error)
+
+    with dispatch.added_backend(planted.SOUND), counted_workers(monkeypatch) as started:
+        try:
+            block = mxkv.tuning()
+            block.__enter__()
+            pages, rows, slots = a_store()
+            mxkv.store(pages, rows, slots, backend="planted")
+            generation = lookup.resolver().generation
+            thread = threading.Thread(target=leave)
+            thread.start()
+            thread.join()
+            assert len(raised) == 1
+            assert lookup.resolver().generation > generation
+            assert not started[0].alive
+            mxkv.store(*a_store(100), backend="planted")  # the hook is still there, and does nothing any more
+            assert len(started) == 1
+        finally:
+            lookup.tuner.set(None)
+
+
+def test_nothing_is_tuned_where_the_defaults_are_asked_for(
+    cache: Path, fresh_settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh_settings.setattr(tuner, "Worker", no_worker)
+    fresh_settings.setenv("MXKV_TUNE", "off")
+    settings.reload()
+    with dispatch.added_backend(planted.SOUND):
+        for _ in range(2):
+            with mxkv.tuning():
+                mxkv.store(*a_store(), backend="planted")
+    assert planted.launches[-1][1] == planted.GOOD
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "MXKV_TUNE=off" in warning
+
+
+@pytest.mark.parametrize("timeout_s", ["x", None, True, 0, -1, float("nan"), float("inf")])
+def test_a_timeout_is_a_positive_number(timeout_s: Any) -> None:
+    expected = ValueError if type(timeout_s) in (int, float) else TypeError
+    with pytest.raises(expected, match="timeout_s must be"), mxkv.tuning(timeout_s=timeout_s):
+        pass
+
+
 def test_nothing_is_tuned_while_a_graph_is_captured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuner, "Worker", no_worker)
     pages, rows, slots = a_store()
@@ -710,9 +1002,13 @@ def test_a_worker_that_does_not_start_is_an_error(cache: Path, monkeypatch: pyte
 def test_a_backend_that_workers_cannot_import_is_named() -> None:
     lonely = dataclasses.replace(planted.SOUND, description="a copy that no module holds")
     with dispatch.added_backend(lonely), pytest.raises(ValueError, match="cannot import the backend 'planted'"):
-        worker.added_backends()
+        worker.place_of("planted")
+    partial = dataclasses.replace(lonely, load=functools.partial(planted.SOUND.load))
+    with dispatch.added_backend(partial), pytest.raises(ValueError, match="cannot import the backend 'planted'"):
+        worker.place_of("planted")
     with dispatch.added_backend(planted.GROWN):
-        assert worker.added_backends() == ["tests.planted_backend:GROWN"]
+        assert worker.place_of("planted") == "tests.planted_backend:GROWN"
+        assert worker.place_of("torch") is None
 
 
 def test_a_worker_ends_with_its_tuner() -> None:

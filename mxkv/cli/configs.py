@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_module
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,14 +11,22 @@ import typer
 
 from mxkv import devices
 from mxkv.autotune_cache import lookup, shapes, tuner
-from mxkv.autotune_cache.entries import Entry, EntryError, EntryStore, StoreError, read_bundle, write_bundle
-from mxkv.autotune_cache.keys import Key, key_of, soft_of, space_of, spec_from_json
+from mxkv.autotune_cache.entries import Entry, EntryError, EntryStore, StoreError, read_bundle, spec_of, write_bundle
+from mxkv.autotune_cache.keys import Key, key_of, soft_of, space_of, spec_classes
 from mxkv.autotune_cache.worker import WorkerError
 from mxkv.cli import output
 from mxkv.cli.tune import config_text
-from mxkv.contracts import Spec, Tunable
+from mxkv.contracts import Tunable
 
-OpOption = Annotated[list[str] | None, typer.Option("--op", help="Only this operation (may be repeated).")]
+
+def _checked_ops(names: list[str] | None) -> list[str] | None:
+    """An ``--op`` option's values; typer reports an unknown one."""
+    return output.checked_operations(names, spec_classes())
+
+
+OpOption = Annotated[
+    list[str] | None, typer.Option("--op", help="Only this operation (may be repeated).", callback=_checked_ops)
+]
 CACHE, SHIPPED = "cache", "shipped"
 
 
@@ -74,26 +81,16 @@ def _matching(name: str) -> tuple[str, Entry]:
     """The one entry whose name, or the hash in it, begins so; the user's own comes before a shipped one of its key."""
     found: dict[Key, tuple[str, Entry]] = {}
     for origin, entry in _everything():
-        stem = entry.key.name
-        if stem.startswith(name) or stem.split("-", 1)[1].startswith(name):
+        if _begins(entry.key.name, name):
             found.setdefault(entry.key, (origin, entry))
     if not found:
         raise output.fail(f"no tuned configuration is called {name!r}; mxkv configs list shows them", 2)
     if len(found) > 1:
-        names = ", ".join(sorted(key.name for key in found)[:5])
-        raise output.fail(f"{name!r} is the beginning of {len(found)} names: {names}{', …' * (len(found) > 5)}", 2)
+        raise output.fail(_ambiguous(name, [key.name for key in found]), 2)
     return next(iter(found.values()))
 
 
 # What is known of an entry.
-
-
-def spec_of(entry: Entry) -> Spec | None:
-    """A kind of call that an entry was tuned for, as it was recorded; None where it was not."""
-    try:
-        return spec_from_json(json_module.loads(str(entry.provenance.get("spec"))))
-    except ValueError:
-        return None
 
 
 def tunable_of(entry: Entry) -> Tunable | None:
@@ -139,10 +136,22 @@ def call_text(entry: Entry) -> str:
 # The commands.
 
 
-def list_entries(op: OpOption = None, json: output.JsonOption = False) -> None:
+def list_entries(
+    op: OpOption = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="Only devices with this in their names.")
+    ] = None,
+    user: Annotated[bool, typer.Option("--user", help="Only the user's own.")] = False,
+    shipped: Annotated[bool, typer.Option("--shipped", help="Only those that came with the package.")] = False,
+    json: output.JsonOption = False,
+) -> None:
     """List every tuned configuration: the user's, and those that came with the package."""
     rows: list[dict[str, Any]] = []
     for origin, entry in _everything(op):
+        if user != shipped and user != (origin == CACHE):
+            continue
+        if device is not None and device.lower() not in str(entry.provenance.get("device") or "").lower():
+            continue
         stale = stale_fields(entry)
         rows.append(
             {
@@ -150,6 +159,8 @@ def list_entries(op: OpOption = None, json: output.JsonOption = False) -> None:
                 "call": call_text(entry),
                 "origin": origin,
                 "device": entry.provenance.get("device"),
+                "arch": entry.key.hard["arch"],
+                "compute_units": entry.key.hard["compute_units"],
                 "best": entry.best,
                 "best_us": _best_us(entry),
                 "ratio": _ratio(entry),
@@ -169,7 +180,7 @@ def list_entries(op: OpOption = None, json: output.JsonOption = False) -> None:
             row["key"],
             row["call"],
             row["origin"],
-            row["device"] or "-",
+            _device_text(row),
             config_text(row["best"]),
             _number(row["best_us"], 2),
             _number(row["ratio"], 3),
@@ -179,6 +190,12 @@ def list_entries(op: OpOption = None, json: output.JsonOption = False) -> None:
     )
     screen.print(output.table(f"Tuned configurations ({_folder()})", columns, cells, right=columns[5:7]))
     screen.print(f"{len(rows)} entries", markup=False)
+
+
+def _device_text(row: Mapping[str, Any]) -> str:
+    """An entry's device; a CPU with its threads, which are part of the key."""
+    name = row["device"] or "-"
+    return f"{name}, {row['compute_units']} threads" if row["arch"] == "cpu" else name
 
 
 def show(
@@ -490,13 +507,19 @@ def import_bundle(
     _report(json, text, folder=_folder(), entries=len(entries), replaced=replaced)
 
 
-def clear(op: OpOption = None, json: output.JsonOption = False) -> None:
-    """Remove the user's entries; of one operation with --op. Shipped ones stay."""
+def clear(
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Names, or their beginnings.")] = None,
+    op: OpOption = None,
+    json: output.JsonOption = False,
+) -> None:
+    """Remove the user's entries: all of them, those that are named, or those of an operation. Shipped ones stay."""
+    if keys and op:
+        raise output.fail("expected names or --op, not both", 2)
     folder = _folder()
+    paths = [path for path in _store().paths() if not op or path.stem.split("-", 1)[0] in op]
     removed = 0
-    for path in _store().paths():
-        if op and path.stem.split("-", 1)[0] not in op:
-            continue
+    # Before one is removed it is known which.
+    for path in [*dict.fromkeys(_named(key, paths) for key in keys)] if keys else paths:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -504,6 +527,26 @@ def clear(op: OpOption = None, json: output.JsonOption = False) -> None:
         removed += 1
     lookup.resolver().changed()
     _report(json, f"{removed} entries removed from {folder}", folder=folder, removed=removed)
+
+
+def _named(name: str, paths: Sequence[Path]) -> Path:
+    """The one of some entries' files whose name, or the hash in it, begins so."""
+    exact = [path for path in paths if path.stem == name]
+    found = exact or [path for path in paths if _begins(path.stem, name)]
+    if not found:
+        raise output.fail(f"no configuration of yours is called {name!r}; mxkv configs list --user shows them", 2)
+    if len(found) > 1:
+        raise output.fail(_ambiguous(name, [path.stem for path in found]), 2)
+    return found[0]
+
+
+def _begins(stem: str, name: str) -> bool:
+    return stem.startswith(name) or stem.split("-", 1)[-1].startswith(name)
+
+
+def _ambiguous(name: str, stems: Sequence[str]) -> str:
+    names = ", ".join(sorted(stems)[:5])
+    return f"{name!r} is the beginning of {len(stems)} names: {names}{', …' * (len(stems) > 5)}"
 
 
 def _report(json: bool, text: str, **data: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -56,6 +56,16 @@ def checked_formats(name: str | None) -> list[mxkv.Format]:
         return list(mxkv.FORMATS.values()) if name is None else [get_format(name)]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--format") from None
+
+
+def checked_operations(names: list[str] | None, known: Collection[str]) -> list[str] | None:
+    """An ``--op`` option's values; typer reports an unknown one."""
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise typer.BadParameter(
+            f"unknown operation {', '.join(unknown)}; known: {', '.join(known)}", param_hint="--op"
+        )
+    return names
 
 
 def print_json(data: Any) -> None:

@@ -18,6 +18,7 @@ from mxkv.autotune_cache.keys import Key, bucket, key_of
 from mxkv.autotune_cache.shapes import Work
 from mxkv.autotune_cache.worker import WorkerError
 from mxkv.cli import output
+from mxkv.formats import Format
 
 INTERRUPTED = 130
 
@@ -38,6 +39,7 @@ def tune(
     check: Annotated[
         bool, typer.Option("--check", help="Tune nothing; exit with 1 where a call has no tuned configuration.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Tune anew what was tuned before.")] = False,
     backend: output.BackendOption = None,
     device: output.DeviceOption = None,
     json: output.JsonOption = False,
@@ -50,14 +52,17 @@ def tune(
     """
     forced = output.checked_backend(backend)
     where = _device(device)
+    output.checked_operations(op, shapes.OPERATIONS)
+    formats = [chosen for name in format or () for chosen in output.checked_formats(name)]
     wrong: list[str] = []
+    in_vain = ""
     try:
         ranks = settings.ranks()
         if from_log is not None:
-            found, wrong = shapes.works_of_log(from_log, where, forced)
-            found = _filtered(found, op, format, latent, tokens)
+            logged, wrong = shapes.works_of_log(from_log, where, forced)
+            found = _filtered(logged, op, formats, latent, tokens)
+            in_vain = _why_nothing(from_log, len(logged), len(wrong), check) if not found else ""
         else:
-            formats = [chosen for name in format or () for chosen in output.checked_formats(name)]
             found = shapes.works(
                 where, preset=preset, operations=op or (), formats=formats, latents=latent or (), tokens=tokens or (),
                 backend=forced,
@@ -70,14 +75,18 @@ def tune(
         print(f"mxkv: {from_log}: {line}", file=sys.stderr)
     if not found and from_log is None:
         raise output.fail("nothing to tune: no format takes what was asked for", 2)
+    if in_vain:
+        if json:
+            output.print_json({"device": str(where), "skipped_lines": wrong, "ok": False, "error": in_vain})
+        raise output.fail(in_vain, 1)
     works = shapes.shard(found, ranks.rank, ranks.world_size)
     head = {"device": str(where), "rank": ranks.rank, "world_size": ranks.world_size, "skipped_lines": wrong}
     if check:
         _check(works, head, json)
     elif dry_run:
-        _dry_run(works, head, json)
+        _dry_run(works, head, force, json)
     else:
-        _tune(works, head, budget, json)
+        _tune(works, head, budget, force, json)
 
 
 def _device(name: str | None) -> torch.device:
@@ -95,7 +104,7 @@ def _device(name: str | None) -> torch.device:
 def _filtered(
     works: Sequence[Work],
     op: Sequence[str] | None,
-    format: Sequence[str] | None,
+    formats: Sequence[Format],
     latent: Sequence[int] | None,
     tokens: Sequence[int] | None,
 ) -> list[Work]:
@@ -104,10 +113,20 @@ def _filtered(
         work
         for work in works
         if (not op or work.spec.operation in op)
-        and (not format or work.spec.format.name in format)
+        and (not formats or work.spec.format in formats)
         and (not latent or work.spec.latent_dim in latent)
         and (not buckets or work.buckets[0] in buckets)
     ]
+
+
+def _why_nothing(log: Path, calls: int, wrong: int, check: bool) -> str:
+    """Why nothing of a log is left to do, where that is an error: it has lines, none of them is any use; or a check."""
+    what = "checked" if check else "tuned"
+    if not calls and wrong:
+        return f"nothing was {what}: none of the {wrong} lines of {log} is a call that can be tuned here"
+    if not check:
+        return ""
+    return f"nothing was checked: {log} has no call" + (" that was asked for" if calls else "")
 
 
 # Without measuring.
@@ -148,9 +167,9 @@ def _check(works: Sequence[Work], head: dict[str, Any], json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _dry_run(works: Sequence[Work], head: dict[str, Any], json: bool) -> None:
+def _dry_run(works: Sequence[Work], head: dict[str, Any], force: bool, json: bool) -> None:
     rows = []
-    for work, key, state in tuner.Tuning(works).plan():
+    for work, key, state in tuner.Tuning(works, force=force).plan():
         candidates = len(shapes.tunable_of(work.spec, work.backend).space)
         rows.append({"call": work.text, "key": key.name, "state": state, "candidates": candidates})
     to_do = [row for row in rows if row["state"] != "kept"]
@@ -165,11 +184,11 @@ def _dry_run(works: Sequence[Work], head: dict[str, Any], json: bool) -> None:
 # Measuring.
 
 
-def _tune(works: Sequence[Work], head: dict[str, Any], budget: float | None, json: bool) -> None:
+def _tune(works: Sequence[Work], head: dict[str, Any], budget: float | None, force: bool, json: bool) -> None:
     interrupted = False
     failure = ""
     with _progress(json) as told:
-        run = tuner.Tuning(works, budget_s=budget, on_progress=told)
+        run = tuner.Tuning(works, budget_s=budget, on_progress=told, force=force)
         try:
             run.run()
         except KeyboardInterrupt:
@@ -182,7 +201,7 @@ def _tune(works: Sequence[Work], head: dict[str, Any], budget: float | None, jso
     if json:
         ended = {"interrupted": interrupted, "error": failure or None}
         output.print_json({**head, **ended, "summary": summary, "keys": rows})
-    else:
+    elif rows or not failure:
         _print(rows, summary)
     if failure:
         raise output.fail(failure, 1)
