@@ -96,15 +96,20 @@ def attend_default(spec: AttendSpec, target: Target, queries: int, rows: int) ->
         rows: Rows of a query, likewise.
     """
     width = _padded(spec.value_dim)
-    plain = spec.format.element is Element.BF16
     block_heads = 16
     while block_heads < min(spec.heads, 64) and 2 * block_heads * width <= 1 << 15:
         block_heads *= 2
-    if spec.format.tail and block_heads == 64:
-        block_heads = 32  # the chunks that a tail makes need too many registers
+    if target.vendor == "amd":
+        return AttendConfig(block_heads, 16, 2, 4, 2)
+    async_products = target.capability >= 90  # of 64 heads at a time
+    if not async_products or spec.format.tail:  # which else, as the chunks that a tail makes, need too many registers
+        block_heads = min(block_heads, 32)
     num_warps = 8 if block_heads * width > 1 << 13 else 4
-    for block_rows, num_stages in ((32, 5), (32, 3), (32, 2), (16, 2)) if plain else ((32, 2), (16, 2)):
-        config = AttendConfig(block_heads, block_rows, 2, num_warps, num_stages, 64 if block_heads == 16 else 512)
+    block_dims = 64 if block_heads == 16 else 128 if block_heads == 32 else 512
+    stages = 3 if target.capability >= 100 or (block_heads > 16 and not async_products) else 5
+    plain = spec.format.element is Element.BF16
+    for block_rows, num_stages in ((32, stages), (32, 2), (16, 2)) if plain else ((32, 2), (16, 2)):
+        config = AttendConfig(block_heads, block_rows, 2, num_warps, num_stages, block_dims)
         if fits(spec, target, config):
             return config
     return config

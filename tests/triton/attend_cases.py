@@ -103,7 +103,7 @@ class AttendCase:
             return {
                 r"cvt\.[\w.]*e2m1x2": False,
                 r"cvt\.rn\.f16x2\.e4m3x2": self.format.element is Element.E4M3 and target.fp8 == "e4nv",
-                r"cp\.async": plain and self.dim % 2 == 0,
+                **({r"cp\.async": True} if plain and self.dim % 2 == 0 else {}),
                 r"prmt\.b32 lower": packed,
                 r"mma\.|wgmma|tcgen05": True,
             }
