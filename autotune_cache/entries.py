@@ -182,9 +182,13 @@ def _fields(data: Any, expected: frozenset[str], what: str) -> None:
         raise EntryError(f"{what} {' and '.join(parts)}")
 
 
-def _check_envelope(data: dict[str, Any], what: str) -> None:
+def _check_schema(data: dict[str, Any], what: str) -> None:
     if type(data["schema"]) is not int or data["schema"] != SCHEMA:
         raise EntryError(f"{what} has schema {shown(data['schema'])}, expected {SCHEMA}")
+
+
+def _check_envelope(data: dict[str, Any], what: str) -> None:
+    _check_schema(data, what)
     try:
         expected = digest_of({name: value for name, value in data.items() if name != "checksum"})
     except (ValueError, RecursionError):
@@ -541,6 +545,75 @@ def write_bundle(path: Path, entries: Iterable[Entry]) -> None:
         raise StoreError(error.errno, f"cannot write {path}: {_reason(error)}") from error
 
 
+def _opened(source: Path | bytes) -> dict[str, Any]:
+    """A bundle as JSON, its fields checked but for what its entries hold."""
+    raw = source if isinstance(source, bytes) else read_bytes(source, _LARGEST_BUNDLE)
+    data: dict[str, Any] = parse_json(raw, _LARGEST_BUNDLE)
+    _fields(data, _BUNDLE, "the bundle")
+    if data["kind"] != KIND:
+        raise EntryError(f"the bundle's kind is {shown(data['kind'])}, expected {KIND!r}")
+    if not isinstance(data["entries"], list):
+        raise EntryError(f"the bundle's entries are {shown(data['entries'])}, expected a list")
+    return data
+
+
+class OpenBundle(Mapping[Key, Entry]):
+    """The entries of a file of many, each checked when it is asked for: a look-up needs one of hundreds.
+
+    An entry that is bad is left out, with a warning; each has a checksum of its own.
+
+    Args:
+        path: The file.
+        trusted: Whether the checksum over all of it need not be compared: it is a file of the installation.
+
+    Raises:
+        OSError: The file cannot be read.
+        EntryError: It is no bundle.
+    """
+
+    def __init__(self, path: Path, *, trusted: bool) -> None:
+        self._path = path
+        data = _opened(path)
+        _check_schema(data, "the bundle")
+        if not trusted:
+            _check_envelope(data, "the bundle")
+        self._raw = {_spelling(one): (number, one) for number, one in enumerate(data["entries"])}
+        self._checked: dict[Key, Entry | None] = {}
+
+    def __getitem__(self, key: Key) -> Entry:
+        if key not in self._checked:
+            self._checked[key] = self._check(canonical(dict(key.hard)))
+        found = self._checked[key]
+        if found is None:
+            raise KeyError(key)
+        return found
+
+    def _check(self, spelling: str) -> Entry | None:
+        number, one = self._raw.get(spelling, (0, None))
+        if one is None:
+            return None
+        try:
+            return Entry.from_json(one)
+        except EntryError as error:
+            warn_once(f"{self._path}:{number}", "entry %d of %s cannot be used: %s", number, self._path, error)
+            return None
+
+    def __iter__(self) -> Iterator[Key]:
+        for spelling in self._raw:
+            found = self._check(spelling)
+            if found is not None:
+                self._checked[found.key] = found
+                yield found.key
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _spelling(one: Any) -> str:
+    """What an entry of a bundle is found by; whatever is no entry is found by chance only, and refused then."""
+    return canonical(one["key"]) if isinstance(one, dict) and isinstance(one.get("key"), dict) else repr(one)
+
+
 def read_bundle(source: Path | bytes, *, strict: bool = True) -> Bundle:
     """The entries of one file, or of its bytes.
 
@@ -552,15 +625,9 @@ def read_bundle(source: Path | bytes, *, strict: bool = True) -> Bundle:
         OSError: The file cannot be read.
         EntryError: It is no bundle, or (``strict``) one of its entries is bad.
     """
-    raw = source if isinstance(source, bytes) else read_bytes(source, _LARGEST_BUNDLE)
-    data = parse_json(raw, _LARGEST_BUNDLE)
-    _fields(data, _BUNDLE, "the bundle")
-    if data["kind"] != KIND:
-        raise EntryError(f"the bundle's kind is {shown(data['kind'])}, expected {KIND!r}")
+    data = _opened(source)
     _check_envelope(data, "the bundle")
     device = _scalars(data["device"], "device")
-    if not isinstance(data["entries"], list):
-        raise EntryError(f"the bundle's entries are {shown(data['entries'])}, expected a list")
     found: dict[Key, Entry] = {}
     for number, one in enumerate(data["entries"]):
         try:

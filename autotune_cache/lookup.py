@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from mxkv.autotune_cache.entries import (
     Entry,
     EntryError,
     EntryStore,
+    OpenBundle,
     StoreError,
     forget_warnings,
-    read_bundle,
     warn_once,
 )
 from mxkv.autotune_cache.keys import Key, key_of, soft_of, spec_to_json, spelled
@@ -95,7 +95,7 @@ class Resolver:
         self._stale: dict[Key, tuple[str, ...]] = {}
         self._kept: dict[Key, Entry] = {}  # what could not be written
         self._snapshot: dict[Key, Entry] = {}
-        self._bundles: dict[Path, dict[Key, Entry]] = {}
+        self._bundles: dict[Path, Mapping[Key, Entry]] = {}
         self._store = EntryStore()
 
     def reset(self) -> None:
@@ -195,23 +195,23 @@ class Resolver:
         yield "cache", self._kept.get(key) or self._store.read(key, tunable)
         yield "shipped", self._shipped(device).get(key)
 
-    def _tuned_file(self) -> dict[Key, Entry]:
+    def _tuned_file(self) -> Mapping[Key, Entry]:
         chosen = settings.current().tuned
         return {} if chosen is None else self._bundle(Path(chosen), required=True)
 
-    def _shipped(self, device: torch.device) -> dict[Key, Entry]:
+    def _shipped(self, device: torch.device) -> Mapping[Key, Entry]:
         try:
             slug = device_slug(devices.describe(device).name)
         except ValueError:  # this machine has no such device
             return {}
         return self._bundle(SHIPPED / f"{slug}.json", required=False)
 
-    def _bundle(self, path: Path, *, required: bool) -> dict[Key, Entry]:
+    def _bundle(self, path: Path, *, required: bool) -> Mapping[Key, Entry]:
         found = self._bundles.get(path)
         if found is None:
             found = {}
             try:
-                found = {entry.key: entry for entry in read_bundle(path, strict=False).entries}
+                found = OpenBundle(path, trusted=not required)
             except EntryError as error:
                 warn_once(path, "the tuned configurations %s cannot be used: %s", path, error)
             except OSError as error:

@@ -9,7 +9,7 @@ from mxkv.autotune_cache.snapshots import digest, load_snapshot, snapshot, warmu
 from mxkv.contracts import AttendSpec, LoadSpec, StoreSpec, Verdict
 from mxkv.dispatch import plan, use_backend
 from mxkv.formats import FORMATS, Element, Format, Placement, Scale
-from mxkv.operations import attend, attend_workspace_bytes, empty_cache, explain, load, merge_partials, store
+from mxkv.operations import attend, attend_workspace_bytes, empty_cache, explain, load, merge_partials, spec, store
 
 if TYPE_CHECKING:
     from mxkv.autotune_cache.tuner import tuning
@@ -37,6 +37,7 @@ __all__ = [
     "merge_partials",
     "plan",
     "snapshot",
+    "spec",
     "store",
     "tuning",
     "use_backend",

@@ -10,9 +10,9 @@ import torch
 from mxkv import contracts, dispatch, library, numerics
 from mxkv.formats import Format, get_format
 from mxkv.library import attend_op, load_op, load_out_op, store_op
-from mxkv.paging import contiguous_layout
+from mxkv.paging import contiguous_layout, layout_of
 
-__all__ = ["attend", "attend_workspace_bytes", "empty_cache", "explain", "load", "merge_partials", "store"]
+__all__ = ["attend", "attend_workspace_bytes", "empty_cache", "explain", "load", "merge_partials", "spec", "store"]
 
 _TENSOR = (torch.Tensor, type(None))
 _STRING = (str, type(None))
@@ -337,17 +337,17 @@ def _stacked(name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(tuple(parts))
 
 
-def explain(
+def spec(
     operation: str,
     *,
     device: str | torch.device = "cpu",
     format: str | Format = "mxfp4",
     latent_dim: int = 512,
     dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    cache: torch.Tensor | None = None,
     **fields: Any,
-) -> dispatch.Explanation:
-    """Who would run an operation, and why the other backends would not. Print it.
+) -> contracts.Spec:
+    """The description of a kind of call: what :func:`explain`, :func:`plan` and :func:`warmup` take.
 
     Args:
         operation: "store", "load" or "attend".
@@ -355,22 +355,37 @@ def explain(
         format: A format's name, or a format.
         latent_dim: Values of a row.
         dtype: Of the rows; of the queries for "attend".
-        backend: The backend to force, as in a call.
+        cache: A cache whose layout the calls have; pages of 64 slots, one after another, if None.
         **fields: Further fields of the operation's spec (:mod:`mxkv.contracts`), such as ``compress_ratio=2``.
 
     Raises:
         TypeError: The operation's spec has no such field.
-        ValueError: An unknown operation, format or backend, or a latent_dim that does not fit the format.
+        ValueError: An unknown operation or format, a latent_dim that does not fit the format, or such a cache.
     """
-    specs = {spec.operation: spec for spec in (contracts.StoreSpec, contracts.LoadSpec, contracts.AttendSpec)}
+    specs = {kind.operation: kind for kind in (contracts.StoreSpec, contracts.LoadSpec, contracts.AttendSpec)}
     if operation not in specs:
         raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join(specs)}")
     fmt = get_format(format)
+    if cache is not None:
+        fields["layout"] = layout_of(cache, fmt, latent_dim)
     layout = fields.pop("layout", None) or contiguous_layout(fmt, latent_dim, num_blocks=1024, block_size=64)
     if operation == "attend":
         fields = {"heads": 1, "value_dim": latent_dim, **fields}
-    spec = specs[operation](dispatch.resolve_device(device), fmt, latent_dim, dtype, layout, **fields)
-    return dispatch.explain_spec(spec, backend)
+    return specs[operation](dispatch.resolve_device(device), fmt, latent_dim, dtype, layout, **fields)
+
+
+def explain(operation: str, *, backend: str | None = None, **arguments: Any) -> dispatch.Explanation:
+    """Who would run an operation, and why the other backends would not. Print it.
+
+    Args:
+        operation: "store", "load" or "attend".
+        backend: The backend to force, as in a call.
+        **arguments: Those of :func:`spec`.
+
+    Raises:
+        TypeError, ValueError: As :func:`spec`; or an unknown backend.
+    """
+    return dispatch.explain_spec(spec(operation, **arguments), backend)
 
 
 def _spec_of(format: str | Format | None) -> str | None:

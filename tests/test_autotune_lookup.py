@@ -410,8 +410,8 @@ def test_files_of_many_entries_are_read_once(
         (tmp_path / "tuned.json").unlink()
         (tmp_path / "shipped" / "cpu.json").unlink()
     read = []
-    real = lookup.read_bundle
-    fresh_settings.setattr(lookup, "read_bundle", lambda path, **named: read.append(path) or real(path, **named))
+    real = lookup.OpenBundle
+    fresh_settings.setattr(lookup, "OpenBundle", lambda path, **named: read.append(path) or real(path, **named))
     assert read == []
     for _ in range(2):
         assert [find(1 << power).origin for power in range(4)] == (

@@ -8,14 +8,13 @@ calls cannot be captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from mxkv import devices, numerics
 from mxkv.autotune_cache.choice import Choice
+from mxkv.autotune_cache.sources import source_hash
 from mxkv.backends.torch_eager import latents
 from mxkv.backends.torch_eager.latents import NAME, ChunkConfig
 from mxkv.contracts import AttendSpec, LoadSpec, Tunable
@@ -32,16 +31,9 @@ def tunable(spec: AttendSpec) -> Tunable:
         lambda queries, rows: _DEFAULT,
         sizes=("queries", "rows"),
         target=devices.target_of(spec.device).name,
-        source=_source(),
+        source=source_hash(f"{__name__}:attend", within=(__package__, numerics.__name__)),
         compiler=f"torch {torch.__version__}",
     )
-
-
-@functools.cache
-def _source() -> str:
-    """A hash of what computes the values."""
-    sources = (Path(__file__), Path(latents.__file__), Path(numerics.__file__))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mxkv import devices, numerics
 from mxkv.autotune_cache.choice import Choice
+from mxkv.autotune_cache.sources import source_hash
 from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec, Tunable
 from mxkv.formats import Element, Format, Scale
 from mxkv.paging import PageLayout, scale_rows, value_rows
@@ -46,16 +45,9 @@ def tunable(spec: Spec) -> Tunable:
         tuple(ChunkConfig(1 << bits) for bits in range(16, 26)),
         lambda tokens: _CPU_CHUNK if spec.device.type == "cpu" else _GPU_CHUNK,
         target=devices.target_of(spec.device).name,
-        source=_source(),
+        source=source_hash(f"{__name__}:{spec.operation}", within=(__name__, numerics.__name__)),
         compiler=f"torch {torch.__version__}",
     )
-
-
-@functools.cache
-def _source() -> str:
-    """A hash of what computes the values."""
-    sources = (Path(__file__), Path(numerics.__file__))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=1024)

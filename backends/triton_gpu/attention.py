@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ import triton
 
 from mxkv import devices, settings
 from mxkv.autotune_cache.choice import Choice
+from mxkv.autotune_cache.sources import source_hash
 from mxkv.backends.triton_gpu.attend import AttendTask, Heads, Rows, attend_kernel, chunks_of, reduce_kernel
 from mxkv.backends.triton_gpu.codec import Paths, paths_of
 from mxkv.backends.triton_gpu.config import AttendConfig, attend_configurations, attend_default, splits_of
@@ -26,6 +25,9 @@ from mxkv.contracts import MOST_SPLITS, YES, AttendSpec, Tunable, Verdict
 NAME = "triton"  # the backend's, in its keys
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_SOURCES = tuple(
+    f"{__package__}.{name}" for name in ("attend:attend_kernel", "attend:reduce_kernel", "attention:attend_task")
+)
 _NO_GUARD = contextlib.nullcontext()
 _WIDEST_ACCESS = 16
 _REDUCED_SPLITS = 16  # at a time
@@ -199,7 +201,7 @@ def tunable(spec: AttendSpec) -> Tunable:
         functools.partial(attend_default, spec, target),
         sizes=("queries", "rows"),
         target=target.name,
-        source=_source(),
+        source=source_hash(*_SOURCES, within=(__package__,)),
         compiler=f"triton {triton.__version__}",
     )
 
@@ -208,13 +210,6 @@ def compile(spec: AttendSpec, config: AttendConfig) -> None:
     """Compile what a call of contiguous tensors would launch in a configuration."""
     if not settings.triton_interpret():
         prepare(spec).compile(config)
-
-
-@functools.cache
-def _source() -> str:
-    """A hash of the kernels and of what they call."""
-    folder = Path(__file__).parent
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in ("attend.py", "codec.py"))).hexdigest()[:16]
 
 
 def attend_task(spec: AttendSpec, paths: Paths, address: int, whole: bool, config: AttendConfig) -> AttendTask:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ import triton
 
 from mxkv import devices, settings
 from mxkv.autotune_cache.choice import Choice
+from mxkv.autotune_cache.sources import source_hash
 from mxkv.backends.triton_gpu.codec import paths_of
 from mxkv.backends.triton_gpu.config import LaunchConfig, configurations, default_config
 from mxkv.backends.triton_gpu.launch import Launcher
@@ -25,6 +24,10 @@ from mxkv.backends.triton_gpu.store import StoreTask, store_kernel
 from mxkv.backends.triton_gpu.tasks import load_task, programs, store_task
 from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec, Tunable
 
+_SOURCES = {
+    "store": tuple(f"{__package__}.{name}" for name in ("store:store_kernel", "tasks:store_task", "tasks:programs")),
+    "load": tuple(f"{__package__}.{name}" for name in ("load:load_kernel", "tasks:load_task")),
+}
 _NO_GUARD = contextlib.nullcontext()
 NAME = "triton"  # the backend's, in its keys
 
@@ -213,7 +216,7 @@ def tunable(spec: Spec) -> Tunable:
         configurations(spec),
         functools.partial(default_config, spec, compute_units=compute_units),
         target=devices.target_of(spec.device).name,
-        source=_source(),
+        source=source_hash(*_SOURCES[spec.operation], within=(__package__,)),
         compiler=f"triton {triton.__version__}",
     )
 
@@ -222,14 +225,6 @@ def compile(spec: Spec, config: LaunchConfig) -> None:
     """Compile what a call of contiguous tensors would launch in a configuration."""
     if not settings.triton_interpret():
         prepare(spec).compile(config)
-
-
-@functools.cache
-def _source() -> str:
-    """A hash of the kernels and of what they call."""
-    folder = Path(__file__).parent
-    sources = ("addressing.py", "codec.py", "load.py", "regions.py", "store.py", "tasks.py")
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in sources)).hexdigest()[:16]
 
 
 def store(spec: StoreSpec, *tensors: torch.Tensor | None, config: LaunchConfig | None = None) -> None:
