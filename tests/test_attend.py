@@ -530,6 +530,21 @@ def test_a_split_count_comes_from_shapes(ops: Ops) -> None:
     assert mxkv.attend_workspace_bytes(p.q, p.cache, **select(ops, p.selected), num_splits=1, **shared) == 0
 
 
+def test_one_split_launches_no_merging_and_takes_no_memory(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ops.backend == "torch":
+        pytest.skip("the torch backend has no splits")
+    from mxkv.backends.triton_gpu import attention
+
+    p = problem(ops, mxkv.FORMATS["mxfp4"], 64)
+    want = p.run(ops, num_splits=1)
+    out = torch.full_like(want, float("nan"))
+    monkeypatch.setattr(attention, "reduce_kernel", None)
+    monkeypatch.setattr(attention.AttendLaunch, "partials", None)
+    assert torch.equal(p.run(ops, num_splits=1, out=out), want)
+    with pytest.raises(TypeError):
+        p.run(ops, num_splits=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64], ids=name_of)
 def test_workspace(ops: Ops, dtype: torch.dtype) -> None:
     p = problem(ops, mxkv.FORMATS["mxfp4"], 64, counts=(50, 0, 1, 33))
