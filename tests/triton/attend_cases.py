@@ -13,6 +13,7 @@ import torch
 import mxkv
 from mxkv import Element, Format, Placement, Scale, checks
 from mxkv.backends.triton_gpu import attention
+from mxkv.backends.triton_gpu.codec import paths_of
 from mxkv.backends.triton_gpu.config import AttendConfig, attend_default
 from mxkv.devices import Target
 
@@ -37,6 +38,7 @@ class AttendCase:
     index: torch.dtype = torch.int32
     kernel: str = "attend_kernel"
     main: bool = False
+    software: bool = False
     config: AttendConfig | None = None
 
     @property
@@ -45,7 +47,7 @@ class AttendCase:
         parts += [f"values={self.value_dim}"] * bool(self.value_dim) + [f"heads={self.heads}"]
         parts += ["fp16"] * (self.dtype == FP16) + [self.selection] * (self.selection != "dense")
         parts += [f"splits={self.splits}"] * (self.splits > 1) + ["sink"] * self.sink
-        parts += ["int64"] * (self.index == torch.int64)
+        parts += ["int64"] * (self.index == torch.int64) + ["software"] * self.software
         parts += [",".join(map(str, dataclasses.astuple(self.config)))] if self.config else []
         return " ".join(parts)
 
@@ -79,7 +81,10 @@ class AttendCase:
         selected = (None, None, *rows) if self.selection == "pages" else (*rows, None, None)
         spec = checks.attend_spec(q, cache, out, *selected, self.format.spec, scale, sink, None, lse, None)
         config = self.config or attend_default(spec, target, QUERIES, ROWS)
-        attention.AttendLaunch(spec)(
+        paths = paths_of(target)
+        if self.software:
+            paths = dataclasses.replace(paths, pairs="none", e4m3="software", scaled_reads=False)
+        attention.AttendLaunch(spec, paths)(
             q, cache, out, *rows, scale, sink, lse, None, self.dim**-0.5, self.splits, config=config
         )
 
@@ -104,14 +109,16 @@ class AttendCase:
             plain = self.format.element is Element.BF16
             return {
                 r"cvt\.[\w.]*e2m1x2": False,
-                r"cvt\.rn\.f16x2\.e4m3x2": self.format.element is Element.E4M3 and target.fp8 == "e4nv",
+                r"cvt\.rn\.f16x2\.e4m3x2": self.format.element is Element.E4M3
+                and target.fp8 == "e4nv"
+                and not self.software,
                 **({r"cp\.async": True} if plain and self.dim % 2 == 0 else {}),
-                r"prmt\.b32 lower": packed,
+                r"prmt\.b32 lower": packed and not self.software,
                 r"mma\.|wgmma|tcgen05": True,
             }
         powers = packed and self.format.scale is Scale.E8M0
         return {
-            r"v_cvt_scalef32_pk_bf16_fp4": powers and target.fp4_unpack,
+            r"v_cvt_scalef32_pk_bf16_fp4": powers and target.fp4_unpack and not self.software,
             r"v_mfma": True,
             # gfx942's fp8 instructions speak another code (fnuz), and it has no converter for FP4.
             **({r"v_cvt\w*_(?:fp8|bf8|fp4)": False} if target.fp8 == "fnuz" else {}),
@@ -137,6 +144,8 @@ def cases(everything: bool) -> Iterator[AttendCase]:
     yield AttendCase(mxkv.FORMATS["nvfp4"], 80, heads=3, selection="pages")
     yield AttendCase(mxkv.FORMATS["bf16"], 33, heads=3)
     yield AttendCase(ODD_TAIL, 26, heads=3)
+    yield AttendCase(mxkv.FORMATS["mxfp4"], software=True)
+    yield AttendCase(mxkv.FORMATS["mxfp8"], software=True)
     if everything:
         for format, dim, heads in itertools.product(formats, (64, 96, 192, 320, 576, 1024), (1, 16, 64, 256)):
             if format.accepts_dim(dim):
