@@ -34,13 +34,14 @@ class Choice:
     def __call__(self, *sizes: int) -> Any:
         """The configuration for a call's sizes, in the order of the tunable's ``sizes``."""
         if self._generation != self._resolver.generation:
-            self._generation = self._resolver.generation
-            self._known.clear()
-        found = self._known.get(sizes)
+            # The memo first: a thread that sees the new generation must not find the old answers.
+            self._known, self._generation = {}, self._resolver.generation
+        known = self._known
+        found = known.get(sizes)
         if found is None or tuner.get() is not None:  # inside of `tuning` another thread's default is no answer
             buckets = tuple(bucket(size) for size in sizes)
             found = self._resolver.find(self.spec, buckets, backend=self.backend, tunable=self.tunable).config
-            if len(self._known) >= _MOST_SIZES:
-                self._known.clear()
-            self._known[sizes] = found
+            if len(known) >= _MOST_SIZES:
+                known.clear()
+            known[sizes] = found  # of the generation that was asked: if that is over, nobody looks there any more
         return found

@@ -210,6 +210,24 @@ def test_pool_past_32_bit_addresses(ops: Ops, tmp_path: Path, name: str) -> None
     assert_same_rows(ops.load(cache, ops.slots(*slots), dtype=torch.float32), reference.load(want, slots, format, 512))
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "bf16"])
+def test_a_page_past_32_bit_offsets(ops: Ops, tmp_path: Path, name: str) -> None:
+    """One block of more than 2**31 bytes: rows that stand 32 KiB apart."""
+    format = mxkv.FORMATS[name]
+    width, size, count = format.record_width(64), format.cache_dtype.itemsize, 70_000
+    pool = big(tmp_path, count * 32768, ops).view(format.cache_dtype)
+    cache = pool.as_strided((1, count, width), (count * 32768 // size, 32768 // size, 1))
+    rows = rows_of(3, 64, torch.bfloat16)
+    slots = [count - 1, 0, 2**31 // 32768]
+    ops.store(cache, rows.to(ops.device), ops.slots(*slots), format=format)
+    want = ops.empty(format, 1, 3, 64)
+    ops.store(want, rows.to(ops.device), ops.slots(0, 1, 2), format=format)
+    for token, slot in enumerate(slots):
+        assert torch.equal(cache[0, slot], want[0, token])
+    got = ops.load(cache, ops.slots(*slots), format=format, dtype=torch.float32)
+    assert torch.equal(got, ops.load(want, ops.slots(0, 1, 2), format=format, dtype=torch.float32))
+
+
 def test_slots_past_32_bits(ops: Ops, tmp_path: Path) -> None:
     """A pool of more than 2**31 slots of 17 bytes."""
     blocks = 2**25 + 2

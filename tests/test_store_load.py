@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import mxkv
-from mxkv import Element, Format, Placement, Scale
+from mxkv import Element, Format, Placement, Scale, checks, dispatch
 from tests import reference
 from tests.support import (
+    BUILTIN,
     CUSTOM,
     DTYPES,
     FORMATS,
@@ -354,3 +355,47 @@ def test_a_tail_at_an_odd_byte(ops: Ops, placement: Placement, count: int) -> No
     slots = ops.slots(*range(5, 5 + count))
     ops.store(cache, rows.to(ops.device), slots, format=format)
     assert torch.equal(ops.load(cache, slots, format=format, latent_dim=4, dtype=torch.float32).cpu(), rows)
+
+
+@pytest.mark.parametrize("tail", [48, 62])
+def test_rope_where_groups_and_tail_share_what_is_rotated(ops: Ops, tail: int) -> None:
+    """Three regions of a row, the last two of sizes that no power of two divides evenly."""
+    format = Format("short-groups", Element.E2M1, Scale.E8M0, 16, Placement.INLINE, tail=tail)
+    d = next(width for width in range(320, 400) if format.accepts_dim(width))
+    rows, slots = rows_of(9, d, torch.bfloat16).to(ops.device), ops.slots(*range(9))
+    arguments = {"format": format, "positions": ops.to(torch.arange(9)), "cos_sin": cos_sin_table(16).to(ops.device)}
+    cache, want = ops.empty(format, 2, 8, d), ops.empty(format, 2, 8, d)
+    ops.store(cache, rows, slots, **arguments)
+    mxkv.store(want, rows, slots, backend="torch", **arguments)
+    assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize("format", BUILTIN, ids=name_of)
+def test_every_configuration_gives_the_same_bytes(ops: Ops, format: Format) -> None:
+    """The tuner may choose any of them for any call of a kind: rows and pools of every alignment."""
+    operations = dispatch.get_backend(ops.backend).load()
+    tokens, d = ops.few(70, 19), 512
+    rows, slots = messy_rows(tokens, d, torch.bfloat16), torch.randperm(80)[:tokens]
+    table, positions = cos_sin_table(tokens), torch.arange(tokens)
+    scale = torch.full((1,), 0.37) if format.scale is Scale.TENSOR else None
+    want = mxkv.empty_cache(format, 10, 8, d)
+    mxkv.store(want, rows, slots, format=format, positions=positions, cos_sin=table, cache_scale=scale, backend="torch")
+    read = mxkv.load(want, slots, format=format, cache_scale=scale, backend="torch")
+    size, width = format.cache_dtype.itemsize, format.record_width(d)
+    extras = [positions.to(ops.device), table.to(ops.device), None if scale is None else scale.to(ops.device)]
+    for offset in (0, 1, 2):  # elements: aligned for wide accesses, for one element, for a pair
+        memory = torch.zeros(80 * width * size + 64, dtype=torch.uint8, device=ops.device)
+        cache = memory[offset * size :][: 80 * width * size].view(format.cache_dtype).view(10, 8, width)
+        latent = torch.zeros(tokens * d + 16, dtype=torch.bfloat16, device=ops.device)[offset:][: tokens * d]
+        latent = latent.view(tokens, d).copy_(rows)
+        where = slots.to(ops.device)
+        spec = checks.store_spec(cache, latent, where, format.spec, *extras[:2], 1, extras[2], "propagate")
+        load_spec = checks.load_spec(cache, where, format.spec, d, torch.bfloat16, extras[2], None)
+        for config in ops.some(operations.tunable(spec).space, 3):
+            memory.zero_()
+            operations.prepare(spec)(cache, latent, where, *extras, config=config)
+            assert torch.equal(cache.view(torch.uint8).cpu(), want.view(torch.uint8)), (offset, config)
+        for config in ops.some(operations.tunable(load_spec).space, 3):
+            latent.fill_(7.0)
+            operations.prepare(load_spec)(cache, where, latent, extras[2], config=config)
+            assert_same_rows(latent, read)

@@ -25,14 +25,26 @@ def clamped(index, count):
     return tl.minimum(index.to(count.dtype).to(WIDTH), count.to(WIDTH) - 1).to(count.dtype)
 
 
+@triton.constexpr_function
+def _is_large(task):
+    """Whether a page's bytes need more than 31 bits to be counted."""
+    return task.block_size * max(task.value_stride, task.scale_stride) >= 2**31
+
+
 @triton.jit
 def place_of(slot, block_stride, TASK: tl.constexpr):
-    """A slot's (not negative) offset to its page in bytes, as int64, and its position in it."""
+    """A slot's (not negative) offset to its page in bytes, as int64, and its position in it.
+
+    The position is as wide as its product with the strides between records must be.
+    """
     if slot.dtype == tl.int32:
         unsigned = slot.to(tl.uint32)
-        block = (unsigned // TASK.block_size).to(tl.int32)
-        return block.to(tl.int64) * block_stride, (unsigned % TASK.block_size).to(tl.int32)
+        page = (unsigned // TASK.block_size).to(tl.int32).to(tl.int64) * block_stride
     else:
         unsigned = slot.to(tl.uint64)
-        block = (unsigned // TASK.block_size).to(tl.int64)
-        return block * block_stride, (unsigned % TASK.block_size).to(tl.int32)
+        page = (unsigned // TASK.block_size).to(tl.int64) * block_stride
+    place = (unsigned % TASK.block_size).to(tl.int32)
+    if _is_large(TASK):
+        return page, place.to(tl.int64)
+    else:
+        return page, place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mxkv.contracts import AttendSpec, Spec
+from mxkv.contracts import AttendSpec, Spec, StoreSpec
 from mxkv.devices import Target
 from mxkv.formats import Element
 
@@ -37,7 +37,8 @@ def configurations(spec: Spec) -> tuple[LaunchConfig, ...]:
 
 def _most_tokens(spec: Spec) -> int:
     """Tokens that one warp takes at most by default."""
-    return max(1, min(2048 // max(spec.latent_dim, 1), _MOST_TOKENS))
+    wide = isinstance(spec, StoreSpec) and spec.latent_dtype.itemsize > 2
+    return max(1, min(2048 // max(spec.latent_dim, 1), _MOST_TOKENS // 2 if wide else _MOST_TOKENS))
 
 
 def default_config(spec: Spec, token_bucket: int, compute_units: int) -> LaunchConfig:

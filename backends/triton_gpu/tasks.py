@@ -66,7 +66,8 @@ def _share(regions: tuple[Region, ...], element_size: int) -> int:
     if len(regions) < 2:
         return 0
     first, *others = (region.groups_padded * region.pairs_padded for region in regions)
-    return max(1, min(first // sum(others), 8 // (regions[0].pair_bytes * element_size)))
+    fitting = max(1, min(first // sum(others), 8 // (regions[0].pair_bytes * element_size)))
+    return 1 << (fitting.bit_length() - 1)  # a tile has a power of two of tokens
 
 
 def load_task(spec: LoadSpec, paths: Paths, address: int, rows_aligned: bool) -> LoadTask:
