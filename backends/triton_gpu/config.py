@@ -103,17 +103,17 @@ def attend_default(spec: AttendSpec, target: Target, queries: int, rows: int) ->
     if target.vendor == "amd":
         return AttendConfig(block_heads, 16, 2, 4, 2)
     plain = spec.format.element is Element.BF16
-    async_products = target.capability >= 90  # of 64 heads at a time
-    if not async_products or spec.format.tail:  # which else, as the chunks that a tail makes, need too many registers
-        block_heads = min(block_heads, 32)
+    hopper = 90 <= target.capability < 100
+    if not (hopper and not spec.format.tail) and not (plain and target.capability >= 100):
+        block_heads = min(block_heads, 32)  # with 64, and a tail's chunks or products in registers, these run out
     num_warps = 8 if block_heads * width > 1 << 13 else 4
-    programs, block_dims, stages = 2, 64, 5 if target.capability < 100 else 3
+    programs, block_dims, stages = 2, 64, 3 if target.capability >= 100 else 5
     if block_heads == 32:
         block_dims, stages = 128, 3
     elif block_heads == 64:  # one program fills a multiprocessor
-        programs, block_dims = 1, 128 if plain and target.capability < 100 else 512
+        programs, block_dims = 1, 128 if plain and hopper else 512
     # Packed FP4 spills a little with tiles of 64 rows and 64 heads, and was 10 % faster for all that.
-    many_rows = block_heads == 64 and spec.format.element is Element.E2M1 and target.capability < 100
+    many_rows = block_heads == 64 and spec.format.element is Element.E2M1
     tiles = ((32, stages), (32, 3), (32, 2), (16, 2)) if plain else ((64, 2), (32, 2), (16, 2))[not many_rows :]
     for block_rows, num_stages in tiles:
         config = AttendConfig(block_heads, block_rows, programs, num_warps, num_stages, block_dims)

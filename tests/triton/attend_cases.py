@@ -19,7 +19,7 @@ from mxkv.devices import Target
 
 BF16, FP16 = torch.bfloat16, torch.float16
 QUERIES, ROWS, BLOCK_SIZE = 4, 2048, 64
-MOST_SPILLED = 256  # bytes, by FP4 rows and 64 heads: measured to be faster than what does not spill
+MOST_SPILLED = 600  # bytes, by 64 heads at a time on Hopper: measured faster than smaller tiles, which spill less
 ODD_TAIL = Format("odd-tail", Element.E2M1, Scale.E8M0, 8, Placement.INLINE, tail=2)
 
 
@@ -91,7 +91,7 @@ class AttendCase:
     def problems(self, code: Any, target: Target) -> list[str]:
         """What is wrong with the machine code."""
         found = []
-        tolerated = self.heads == 64 and self.format.element is Element.E2M1 and target.name == "hopper"
+        tolerated = self.heads == 64 and target.name == "hopper"
         if self.main and code.spills > (MOST_SPILLED if tolerated else 0):
             found.append(f"spills {code.spills} bytes or registers")
         if self.main and code.widest_load < 16:
@@ -126,27 +126,24 @@ class AttendCase:
 
 
 def cases(everything: bool) -> Iterator[AttendCase]:
-    """Every format at the main shapes; the other choices spread over them, or more of them."""
+    """The main shapes, and each other choice once or twice; or every format, and more of everything."""
     formats = list(mxkv.FORMATS.values())
-    for i, format in enumerate(formats):
-        for heads in (16, 64):
-            yield AttendCase(format, heads=heads, main=True, sink=heads == 64)
-        turn = ("ragged", "pages", "dense")[i % 3]
-        yield AttendCase(
-            format, heads=(1, 128)[i % 2], selection=turn, splits=3, sink=i % 2 == 0,
-            index=(torch.int32, torch.int64)[i % 2],
-        )  # fmt: skip
-    yield AttendCase(mxkv.FORMATS["mxfp4"], splits=8, sink=True, kernel="reduce_kernel")
-    yield AttendCase(mxkv.FORMATS["mxfp4"], 576, value_dim=512, heads=16)
-    yield AttendCase(mxkv.FORMATS["bf16"], 576, value_dim=512, heads=64)
-    yield AttendCase(mxkv.FORMATS["bf16"], 576, value_dim=500, heads=16, dtype=FP16)
-    yield AttendCase(mxkv.FORMATS["mxfp4"], 96, heads=3, dtype=FP16)
-    yield AttendCase(mxkv.FORMATS["nvfp4"], 80, heads=3, selection="pages")
-    yield AttendCase(mxkv.FORMATS["bf16"], 33, heads=3)
+    mxfp4, bf16 = mxkv.FORMATS["mxfp4"], mxkv.FORMATS["bf16"]
+    for format in formats if everything else [mxkv.FORMATS[name] for name in ("mxfp4", "mxfp8", "dsv4", "bf16")]:
+        yield AttendCase(format, main=True)
+    for format in formats if everything else [mxfp4, bf16]:
+        yield AttendCase(format, heads=64, main=True, sink=True)
+    yield AttendCase(mxkv.FORMATS["nvfp4"], 80, heads=1, selection="pages", splits=3, index=torch.int64)
+    yield AttendCase(mxkv.FORMATS["fp8"], 96, heads=3, selection="ragged", dtype=FP16)
     yield AttendCase(ODD_TAIL, 26, heads=3)
-    yield AttendCase(mxkv.FORMATS["mxfp4"], software=True)
-    yield AttendCase(mxkv.FORMATS["mxfp8"], software=True)
+    yield AttendCase(mxfp4, 64, splits=8, sink=True, kernel="reduce_kernel")
+    yield AttendCase(mxfp4, 64, software=True)
     if everything:
+        yield AttendCase(mxfp4, 576, value_dim=512)
+        yield AttendCase(bf16, 576, value_dim=512, heads=64)
+        yield AttendCase(bf16, 576, value_dim=500, dtype=FP16)
+        yield AttendCase(bf16, 33, heads=3)
+        yield AttendCase(mxkv.FORMATS["mxfp8"], software=True)
         for format, dim, heads in itertools.product(formats, (64, 96, 192, 320, 576, 1024), (1, 16, 64, 256)):
             if format.accepts_dim(dim):
                 for dtype, splits in ((BF16, 1), (FP16, 3)):
