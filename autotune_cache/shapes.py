@@ -12,7 +12,7 @@ import torch
 
 from mxkv import dispatch
 from mxkv.autotune_cache.keys import LARGEST_BUCKET, bucket, shown, spec_from_json
-from mxkv.contracts import LoadSpec, Spec, StoreSpec, Tunable
+from mxkv.contracts import AttendSpec, LoadSpec, Spec, StoreSpec, Tunable
 from mxkv.formats import FORMATS, Format, Scale
 from mxkv.paging import contiguous_layout
 
@@ -22,7 +22,13 @@ PRESETS: dict[str, tuple[int, ...]] = {
 }
 """The token counts of each preset."""
 
-OPERATIONS = ("store", "load")
+OPERATIONS = ("store", "load", "attend")
+UNASKED = ("store", "load")
+"""What is tuned where nobody names an operation."""
+
+ATTEND_HEADS = (16, 64, 128)
+ATTEND_ROWS = 2048
+MOST_QUERIES = 4096  # a preset's larger counts are of tokens
 LATENT_DIM = 512
 BLOCK_SIZE = 64
 _LONGEST_REASON = 160
@@ -55,7 +61,9 @@ class Work:
     @property
     def text(self) -> str:
         """The work on one line, for people."""
-        return f"{describe(self.spec)}, {', '.join(map(str, self.buckets))} tokens"
+        names = ("queries", "rows") if isinstance(self.spec, AttendSpec) else ("tokens",)
+        sizes = ", ".join(f"{size} {name}" for size, name in zip(self.buckets, names, strict=True))
+        return f"{describe(self.spec)}, {sizes}"
 
 
 def describe(spec: Spec) -> str:
@@ -63,11 +71,12 @@ def describe(spec: Spec) -> str:
     words = [spec.operation, spec.format.name]
     if spec.latent_dim != (spec.format.only_dim or LATENT_DIM):
         words.append(f"d={spec.latent_dim}")
-    dtype = getattr(spec, "latent_dtype", None) or getattr(spec, "out_dtype", None)
+    dtypes = ("latent_dtype", "out_dtype", "q_dtype")
+    dtype = next((getattr(spec, name) for name in dtypes if hasattr(spec, name)), None)
     if dtype not in (None, _DTYPE):
         words.append(str(dtype).removeprefix("torch."))
     rope = getattr(spec, "rotate", False)
-    told = {"device", "format", "latent_dim", "latent_dtype", "out_dtype", "layout", *(["positioned"] if rope else [])}
+    told = {"device", "format", "latent_dim", "layout", *dtypes, *(["positioned"] if rope else [])}
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if field.name not in told and value != field.default:
@@ -110,11 +119,12 @@ def kinds(
     formats: Sequence[Format] = (),
     latents: Sequence[int] = (),
 ) -> Iterator[Spec]:
-    """The kinds of calls that presets have: of each format stores, plain and with RoPE, and loads, in bf16.
+    """The kinds of calls that presets have: of each format stores, plain and with RoPE, and loads, in bf16; attention
+    where it is asked for.
 
     Args:
         device: Where they run.
-        operations: Only these; all if empty.
+        operations: Only these; :data:`UNASKED` if empty.
         formats: Only these; every built-in one if empty.
         latents: Row widths; 512 if empty. A format that does not take a width has no call of it.
 
@@ -130,13 +140,16 @@ def kinds(
                 continue
             layout = contiguous_layout(format, dim, _BLOCKS, BLOCK_SIZE)
             for scaled in (False, True) if format.scale is Scale.TENSOR else (False,):
-                if "store" in (operations or OPERATIONS):
+                if "store" in (operations or UNASKED):
                     for rope in (False, True):
                         yield StoreSpec(
                             device, format, dim, _DTYPE, layout, positioned=rope, rotate=rope, scaled=scaled
                         )
-                if "load" in (operations or OPERATIONS):
+                if "load" in (operations or UNASKED):
                     yield LoadSpec(device, format, dim, _DTYPE, layout, scaled=scaled)
+                if "attend" in (operations or UNASKED):
+                    for heads in ATTEND_HEADS:
+                        yield AttendSpec(device, format, dim, _DTYPE, layout, heads, dim, scaled=scaled)
 
 
 def works(
@@ -162,7 +175,11 @@ def works(
     for spec in kinds(device, operations=operations, formats=formats, latents=latents):
         chosen = backend_of(spec, backend)
         tunable_of(spec, chosen)
-        found += [Work(spec, (size,), chosen) for size in buckets]
+        if isinstance(spec, AttendSpec):
+            queries = [size for size in buckets if size <= MOST_QUERIES or tokens]
+            found += [Work(spec, (size, ATTEND_ROWS), chosen) for size in queries]
+        else:
+            found += [Work(spec, (size,), chosen) for size in buckets]
     return found
 
 

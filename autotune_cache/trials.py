@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from mxkv import devices, dispatch, settings
-from mxkv.contracts import ROPE_DIM, LoadSpec, Spec, StoreSpec
+from mxkv.contracts import ROPE_DIM, AttendSpec, LoadSpec, Spec, StoreSpec
 from mxkv.formats import Placement
 from mxkv.paging import PageLayout
 
@@ -340,19 +340,22 @@ class LoadCalls(Operation):
         layout = private_layout(spec, tokens, spare=0)
         whole, self._cache = allocate(spec, layout)
         self._slots = page_order(tokens, layout, g)
-        # The oracle is slow: it stores some pages, and the others are copies of them.
-        blocks = min(layout.num_blocks, max(1, _STORED_PAGES_TOKENS // layout.block_size))
-        first = dataclasses.replace(layout, num_blocks=blocks)
-        page = layout.block_stride * spec.format.cache_dtype.itemsize
-        pages = whole[_GUARD:-_GUARD]
-        pages.zero_()
-        self._store(self._cache, first, torch.arange(min(first.num_slots, _STORED_PAGES_TOKENS)), torch.Generator())
-        for start in range(blocks, layout.num_blocks, blocks):
-            part = pages[start * page : (start + blocks) * page]
-            part.copy_(pages[: part.shape[0]])
+        self._fill_pages(whole, self._cache, layout)
         self._out = torch.empty(tokens, spec.latent_dim, dtype=spec.out_dtype, device=self.device)
         self._scale = _on(self.device, _scale(spec.scaled))
         return dataclasses.replace(spec, layout=layout)
+
+    def _fill_pages(self, whole: torch.Tensor, cache: torch.Tensor, layout: PageLayout) -> None:
+        """Store rows everywhere. The oracle is slow: it stores some pages, and the others are copies of them."""
+        blocks = min(layout.num_blocks, max(1, _STORED_PAGES_TOKENS // layout.block_size))
+        first = dataclasses.replace(layout, num_blocks=blocks)
+        page = layout.block_stride * self.spec.format.cache_dtype.itemsize
+        pages = whole[_GUARD:-_GUARD]
+        pages.zero_()
+        self._store(cache, first, torch.arange(min(first.num_slots, _STORED_PAGES_TOKENS)), torch.Generator())
+        for start in range(blocks, layout.num_blocks, blocks):
+            part = pages[start * page : (start + blocks) * page]
+            part.copy_(pages[: part.shape[0]])
 
     def cut(self, start: int, sizes: tuple[int, ...]) -> Tensors:
         (tokens,) = sizes
@@ -360,7 +363,123 @@ class LoadCalls(Operation):
         return self._cache, self._slots[here], self._out[here], self._scale
 
 
-OPERATIONS: Mapping[str, type[Operation]] = MappingProxyType({"store": StoreCalls, "load": LoadCalls})
+class AttendCalls(LoadCalls):
+    """Attention: every value is close to the oracle's, whatever the slots hold that are not selected.
+
+    Its sizes are queries, and rows of a query.
+    """
+
+    spec: AttendSpec  # type: ignore[assignment]
+    seeds = (0,)
+
+    def check_sizes(self, config: Any) -> list[tuple[int, ...]]:
+        tile = getattr(config, "block_rows", 32)
+        if settings.triton_interpret():
+            return [(1, 1), (2, tile + 1)]
+        return [(1, 1), (2, tile - 1), (2, tile), (3, tile + 1), (2, 4 * tile + 3), (5, _FEW_HUNDRED)]
+
+    def draw(self, sizes: tuple[int, ...], seed: int) -> Trial:
+        queries, rows = sizes
+        spec, g = self.spec, torch.Generator().manual_seed(seed)
+        layout = private_layout(spec, 2 * rows)
+        pages, cache = allocate(spec, layout)
+        pages.fill_(0xFF)  # which reads as NaN
+        if spec.selection == "pages":
+            known = torch.randperm(layout.num_blocks, generator=g)[::2]
+            stored = (known[:, None] * layout.block_size + torch.arange(layout.block_size)).flatten()
+        else:
+            known = stored = torch.randperm(layout.num_slots, generator=g)[::2]
+        self._store(cache, layout, stored, g)
+        selected = self._select(known, layout, queries, rows, g)
+        count = queries * spec.heads * spec.value_dim * spec.q_dtype.itemsize
+        whole = torch.full((count + 2 * _GUARD,), _POISON, dtype=torch.uint8, device=self.device)
+        out = whole[_GUARD:-_GUARD].view(spec.q_dtype).view(queries, spec.heads, spec.value_dim)
+        q = torch.randn(queries, spec.heads, spec.latent_dim, generator=g).to(spec.q_dtype)
+        tensors: Any = (q.to(self.device), cache, out, *selected, *self._others(queries, g))
+        private = dataclasses.replace(spec, layout=layout)
+        before = whole.clone()
+        run_oracle(private, tensors)
+        return Trial(private, tensors, whole, before, whole.clone())
+
+    def _store(self, cache: torch.Tensor, layout: PageLayout, slots: torch.Tensor, g: torch.Generator) -> None:
+        spec = self.spec
+        stored = StoreSpec(self.device, spec.format, spec.latent_dim, torch.bfloat16, layout, scaled=spec.scaled)
+        rows = torch.randn(slots.shape[0], spec.latent_dim, generator=g).to(torch.bfloat16)
+        run_oracle(stored, (cache, rows, slots, None, None, _scale(spec.scaled)))
+
+    def _select(
+        self, known: torch.Tensor, layout: PageLayout, queries: int, rows: int, g: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Slots or blocks out of some for each query, some of them out of range, and what bounds them."""
+        paged = self.spec.selection == "pages"
+        each = -(-rows // layout.block_size) if paged else rows
+        chosen = known.to(g.device)[torch.randint(known.shape[0], (queries, each), device=g.device, generator=g)]
+        chosen.view(-1)[3::16] = -1
+        chosen.view(-1)[11::16] = layout.num_blocks if paged else layout.num_slots
+        chosen = chosen.to(torch.int32)
+        bounds = None
+        if paged:
+            bounds = torch.full((queries,), rows, dtype=torch.int32)
+            bounds[1::3] = rows // 2
+        elif self.spec.selection == "ragged":
+            cuts = torch.arange(queries + 1) * rows
+            cuts[1:-1] += torch.randint(-(rows // 2), rows // 2 + 1, (queries - 1,), generator=torch.Generator())
+            bounds, chosen = cuts.to(torch.int32), chosen.flatten()
+        return chosen.to(self.device), _on(self.device, bounds)
+
+    def _others(self, queries: int, g: torch.Generator) -> tuple[Any, ...]:
+        """What follows the selection: scales, the sink, where logarithms go, and no workspace."""
+        spec = self.spec
+        sink = torch.randn(spec.heads, device=g.device, generator=g).to(self.device) if spec.sinked else None
+        lse = torch.empty(queries, spec.heads, device=self.device) if spec.lse else None
+        return _on(self.device, _scale(spec.scaled)), sink, lse, None, spec.latent_dim**-0.5, None
+
+    def difference(self, trial: Trial) -> str:
+        inside, dtype = slice(_GUARD, -_GUARD), self.spec.q_dtype
+        have, want = trial.outcome()[inside].view(dtype).float(), trial.expected[inside].view(dtype).float()
+        merged = trial.expected.clone()
+        merged[:_GUARD], merged[-_GUARD:] = trial.outcome()[:_GUARD], trial.outcome()[-_GUARD:]
+        if found := _different_bytes(merged, trial.expected):
+            return found
+        # Twice the rounding of the weights to bf16, which the other weights' share of a sum bounds, and of the result.
+        spread = (
+            want.view(-1, self.spec.value_dim).square().mean(-1, keepdim=True).sqrt().expand(-1, self.spec.value_dim)
+        )
+        off = (have - want).abs() - 2.0**-7 * want.abs() - 2.0**-6 * spread.reshape(-1)
+        if not bool((off <= 0).all()):  # NaN is not
+            wrong = int((~(off <= 0)).nonzero().flatten()[0])
+            return f"wrong values, the first at {wrong}: expected {float(want[wrong])}, got {float(have[wrong])}"
+        return ""
+
+    def call_bytes(self, sizes: tuple[int, ...]) -> int:
+        queries, rows = sizes
+        spec = self.spec
+        heads = spec.heads * (spec.latent_dim + spec.value_dim) * spec.q_dtype.itemsize
+        return queries * (rows * _slot_bytes(spec) + heads)
+
+    def fill(self, tokens: int) -> Spec:
+        spec, g = self.spec, torch.Generator(self.device).manual_seed(0)
+        slots = -(-4 * cache_bytes(self.device) // _slot_bytes(spec))  # so many that calls seldom share one
+        layout = private_layout(spec, slots, spare=0)
+        whole, self._cache = allocate(spec, layout)
+        self._fill_pages(whole, self._cache, layout)
+        shape = (tokens, spec.heads, spec.latent_dim)
+        self._q = torch.randn(shape, device=self.device, generator=g).to(spec.q_dtype)
+        self._out = torch.empty((*shape[:2], spec.value_dim), dtype=spec.q_dtype, device=self.device)
+        self._layout = layout
+        return dataclasses.replace(spec, layout=layout)
+
+    def cut(self, start: int, sizes: tuple[int, ...]) -> Tensors:
+        queries, rows = sizes
+        here, g = slice(start, start + queries), torch.Generator(self.device).manual_seed(start)
+        count = self._layout.num_blocks if self.spec.selection == "pages" else self._layout.num_slots
+        selected = self._select(torch.arange(count), self._layout, queries, rows, g)
+        return self._q[here], self._cache, self._out[here], *selected, *self._others(queries, g)
+
+
+OPERATIONS: Mapping[str, type[Operation]] = MappingProxyType(
+    {"store": StoreCalls, "load": LoadCalls, "attend": AttendCalls}
+)
 """The class that makes the calls of each operation. A new operation that is to be tuned needs one."""
 
 
@@ -504,8 +623,8 @@ def _scale(scaled: bool) -> torch.Tensor | None:
     return torch.full((1,), 0.37) if scaled else None
 
 
-def _on(device: torch.device, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(device)
+def _on(device: torch.device, argument: Any) -> Any:
+    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
 
 
 # Comparisons.

@@ -462,6 +462,27 @@ def test_errors_stay_within_the_budget(ops: Ops, name: str, kind: str, splits: i
     check(p, p.run(ops, num_splits=splits))
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=name_of)
+def test_one_row_comes_back_as_it_is_read(ops: Ops, format: Format) -> None:
+    """The only row has all the weight: attention to it is what a load gives, whatever its bytes (but NaN)."""
+    d = width_for(format)
+    blocks = ops.few(64, 2)
+    cache = ops.empty(format, blocks, 8, d)
+    bytes = torch.randint(256, cache.view(torch.uint8).shape, dtype=torch.uint8, generator=generator(0))
+    bytes[(bytes & 0x7F) == 0x7F] = 0x3C
+    cache.view(torch.uint8).copy_(bytes)
+    slots = torch.randperm(blocks * 8, generator=generator(1))
+    scale = CACHE_SCALE if format.scale is Scale.TENSOR else None
+    q = torch.zeros(len(slots), 1, d, dtype=torch.bfloat16, device=ops.device)
+    arguments = {"format": format, "cache_scale": scale}
+    out = ops.attend(q, cache, indices=slots[:, None].to(ops.device), **arguments)[:, 0]
+    want = mxkv.load(cache, slots.to(ops.device), latent_dim=d, backend="torch", **arguments)
+    normal = want.abs() >= torch.finfo(torch.bfloat16).tiny
+    assert normal.any()
+    assert torch.equal(out[normal], want[normal])
+    assert (out[~normal].float() - want[~normal].float()).abs().max() <= 2.0**-126
+
+
 def test_an_infinity_of_a_plain_row(ops: Ops) -> None:
     """A logit of -inf has no weight; one of +inf leaves no number."""
     rows = torch.randn(56, 64, generator=generator(0))
@@ -528,6 +549,21 @@ def test_a_split_count_comes_from_shapes(ops: Ops) -> None:
     none = mxkv.attend_workspace_bytes(p.q, p.cache, **select(ops, [[-1] * 50] * 4, "dense"), **shared)
     assert some == none
     assert mxkv.attend_workspace_bytes(p.q, p.cache, **select(ops, p.selected), num_splits=1, **shared) == 0
+
+
+def test_one_split_launches_no_merging_and_takes_no_memory(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ops.backend == "torch":
+        pytest.skip("the torch backend has no splits")
+    from mxkv.backends.triton_gpu import attention
+
+    p = problem(ops, mxkv.FORMATS["mxfp4"], 64)
+    want = p.run(ops, num_splits=1)
+    out = torch.full_like(want, float("nan"))
+    monkeypatch.setattr(attention, "reduce_kernel", None)
+    monkeypatch.setattr(attention.AttendLaunch, "partials", None)
+    assert torch.equal(p.run(ops, num_splits=1, out=out), want)
+    with pytest.raises(TypeError):
+        p.run(ops, num_splits=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64], ids=name_of)

@@ -280,7 +280,7 @@ def test_an_unwritable_cache_is_named(cache: Path, tmp_path: Path, fresh_setting
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--op", "attend"),
+        ("--op", "rotate"),
         ("--format", "none"),
         ("--preset", "some"),
         ("--device", "cuda:99"),

@@ -378,8 +378,8 @@ def test_filters() -> None:
     assert [(w.spec.operation, w.spec.latent_dim, w.buckets) for w in works] == [
         ("load", dim, (size,)) for dim in (64, 96) for size in (4, 128)
     ]
-    with pytest.raises(ValueError, match="unknown operation attend"):
-        shapes.works(CPU, operations=["attend"])
+    with pytest.raises(ValueError, match="unknown operation rotate"):
+        shapes.works(CPU, operations=["rotate"])
     with pytest.raises(ValueError, match="unknown preset"):
         shapes.works(CPU, preset="some")
 

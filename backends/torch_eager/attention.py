@@ -1,8 +1,8 @@
 """Attention over latent rows, in the order in which the specification says it.
 
-Rows are read as :func:`load` reads them, to fp32, and everything else is fp32 too. Queries, and each query's rows, are
-taken in chunks, so that a prefill's temporaries stay small; on a GPU the number of rows is read back, so that these
-calls cannot be captured in a CUDA graph.
+Rows are read as a load reads them, to bf16 (or to fp32, where a scale for the whole tensor is no power of two), and
+everything else is fp32. Queries, and each query's rows, are taken in chunks, so that a prefill's temporaries stay
+small; on a GPU the number of rows is read back, so that these calls cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def _slots(
 
 def _read(spec: AttendSpec, cache: torch.Tensor, slots: torch.Tensor, cache_scale: torch.Tensor | None) -> torch.Tensor:
     """The rows of slots [chunk, width] as fp32; zeros where there is none."""
-    keys = torch.empty((*slots.shape, spec.latent_dim), dtype=torch.float32, device=cache.device)
-    reading = LoadSpec(spec.device, spec.format, spec.latent_dim, torch.float32, spec.layout, spec.scaled)
+    dtype = torch.bfloat16 if spec.format.grouped else torch.float32  # bf16 holds every product of a code and a scale
+    keys = torch.empty((*slots.shape, spec.latent_dim), dtype=dtype, device=cache.device)
+    reading = LoadSpec(spec.device, spec.format, spec.latent_dim, dtype, spec.layout, spec.scaled)
     latents.load(reading, cache, slots.flatten(), keys.flatten(0, 1), cache_scale)
-    return keys
+    return keys.to(torch.float32)

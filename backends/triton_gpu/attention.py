@@ -48,12 +48,17 @@ def supports(spec: AttendSpec) -> Verdict:
 
 
 class AttendLaunch:
-    """Attends to selected rows. See :func:`mxkv.attend`."""
+    """Attends to selected rows. See :func:`mxkv.attend`.
 
-    def __init__(self, spec: AttendSpec) -> None:
+    Args:
+        spec: The call.
+        paths: The instructions to use, instead of the target's; each choice gives the same values.
+    """
+
+    def __init__(self, spec: AttendSpec, paths: Paths | None = None) -> None:
         self.spec = spec
         self.target = devices.target_of(spec.device)
-        self.paths = paths_of(self.target)
+        self.paths = paths or paths_of(self.target)
         self.choose = Choice(spec, NAME, tunable(spec))
         self.compute_units = devices.describe(spec.device).compute_units
         self.num_slots = spec.layout.num_slots

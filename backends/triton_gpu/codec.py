@@ -27,17 +27,19 @@ class Paths:
             of the range is not the oracle's to say: loads give them a scale of 1, under which every code is exact.)
         interpreted: Whether Triton's interpreter runs the kernels. It multiplies matrices of bf16 as if they were
             integers, and has no range over what a kernel computes.
+        register: What inline assembly calls a vector register.
     """
 
     pairs: str
     e4m3: str
     scaled_reads: bool = False
     interpreted: bool = False
+    register: str = "r"
 
     @property
     def nothing(self) -> str:
         """The constraints of an empty assembly that gives back what it takes."""
-        return "=v,0" if self.pairs == "none" else "=r,0"
+        return f"={self.register},0"
 
 
 @functools.cache
@@ -46,7 +48,7 @@ def paths_of(target: Target) -> Paths:
     if settings.triton_interpret():
         return Paths(pairs="none", e4m3="software", interpreted=True)
     if target.vendor != "nvidia":
-        return Paths(pairs="none", e4m3="software", scaled_reads=target.fp4_unpack)
+        return Paths(pairs="none", e4m3="software", scaled_reads=target.fp4_unpack, register="v")
     return Paths(pairs=target.bf16_pairs, e4m3="cvt" if target.fp8 == "e4nv" else "software")
 
 

@@ -129,7 +129,7 @@ def _ratio(entry: Entry) -> float | None:
 def call_text(entry: Entry) -> str:
     """An entry's call on one line."""
     spec = spec_of(entry)
-    sizes = [f"{v} {name}" for name, v in entry.key.hard.items() if name == "tokens"]
+    sizes = [f"{v} {name}" for name, v in entry.key.hard.items() if name in ("tokens", "queries", "rows")]
     return ", ".join([shapes.describe(spec) if spec else entry.key.text, *(sizes if spec else ())])
 
 

@@ -13,11 +13,13 @@ import torch
 import mxkv
 from mxkv import Element, Format, Placement, Scale, checks
 from mxkv.backends.triton_gpu import attention
+from mxkv.backends.triton_gpu.codec import paths_of
 from mxkv.backends.triton_gpu.config import AttendConfig, attend_default
 from mxkv.devices import Target
 
 BF16, FP16 = torch.bfloat16, torch.float16
 QUERIES, ROWS, BLOCK_SIZE = 4, 2048, 64
+MOST_SPILLED = 600  # bytes, by 64 heads at a time on Hopper: measured faster than smaller tiles, which spill less
 ODD_TAIL = Format("odd-tail", Element.E2M1, Scale.E8M0, 8, Placement.INLINE, tail=2)
 
 
@@ -36,6 +38,7 @@ class AttendCase:
     index: torch.dtype = torch.int32
     kernel: str = "attend_kernel"
     main: bool = False
+    software: bool = False
     config: AttendConfig | None = None
 
     @property
@@ -44,7 +47,7 @@ class AttendCase:
         parts += [f"values={self.value_dim}"] * bool(self.value_dim) + [f"heads={self.heads}"]
         parts += ["fp16"] * (self.dtype == FP16) + [self.selection] * (self.selection != "dense")
         parts += [f"splits={self.splits}"] * (self.splits > 1) + ["sink"] * self.sink
-        parts += ["int64"] * (self.index == torch.int64)
+        parts += ["int64"] * (self.index == torch.int64) + ["software"] * self.software
         parts += [",".join(map(str, dataclasses.astuple(self.config)))] if self.config else []
         return " ".join(parts)
 
@@ -78,14 +81,18 @@ class AttendCase:
         selected = (None, None, *rows) if self.selection == "pages" else (*rows, None, None)
         spec = checks.attend_spec(q, cache, out, *selected, self.format.spec, scale, sink, None, lse, None)
         config = self.config or attend_default(spec, target, QUERIES, ROWS)
-        attention.AttendLaunch(spec)(
+        paths = paths_of(target)
+        if self.software:
+            paths = dataclasses.replace(paths, pairs="none", e4m3="software", scaled_reads=False)
+        attention.AttendLaunch(spec, paths)(
             q, cache, out, *rows, scale, sink, lse, None, self.dim**-0.5, self.splits, config=config
         )
 
     def problems(self, code: Any, target: Target) -> list[str]:
         """What is wrong with the machine code."""
         found = []
-        if code.spills and self.main:
+        tolerated = self.heads == 64 and target.name == "hopper"
+        if self.main and code.spills > (MOST_SPILLED if tolerated else 0):
             found.append(f"spills {code.spills} bytes or registers")
         if self.main and code.widest_load < 16:
             found.append(f"widest load is {code.widest_load} bytes, expected 16")
@@ -102,14 +109,16 @@ class AttendCase:
             plain = self.format.element is Element.BF16
             return {
                 r"cvt\.[\w.]*e2m1x2": False,
-                r"cvt\.rn\.f16x2\.e4m3x2": self.format.element is Element.E4M3 and target.fp8 == "e4nv",
-                r"cp\.async": plain and self.dim % 2 == 0,
-                r"prmt\.b32 lower": packed,
+                r"cvt\.rn\.f16x2\.e4m3x2": self.format.element is Element.E4M3
+                and target.fp8 == "e4nv"
+                and not self.software,
+                **({r"cp\.async": True} if plain and self.dim % 2 == 0 else {}),
+                r"prmt\.b32 lower": packed and not self.software,
                 r"mma\.|wgmma|tcgen05": True,
             }
         powers = packed and self.format.scale is Scale.E8M0
         return {
-            r"v_cvt_scalef32_pk_bf16_fp4": powers and target.fp4_unpack,
+            r"v_cvt_scalef32_pk_bf16_fp4": powers and target.fp4_unpack and not self.software,
             r"v_mfma": True,
             # gfx942's fp8 instructions speak another code (fnuz), and it has no converter for FP4.
             **({r"v_cvt\w*_(?:fp8|bf8|fp4)": False} if target.fp8 == "fnuz" else {}),
@@ -117,25 +126,24 @@ class AttendCase:
 
 
 def cases(everything: bool) -> Iterator[AttendCase]:
-    """Every format at the main shapes; the other choices spread over them, or more of them."""
+    """The main shapes, and each other choice once or twice; or every format, and more of everything."""
     formats = list(mxkv.FORMATS.values())
-    for i, format in enumerate(formats):
-        for heads in (16, 64):
-            yield AttendCase(format, heads=heads, main=True, sink=heads == 64)
-        turn = ("ragged", "pages", "dense")[i % 3]
-        yield AttendCase(
-            format, heads=(1, 128)[i % 2], selection=turn, splits=3, sink=i % 2 == 0,
-            index=(torch.int32, torch.int64)[i % 2],
-        )  # fmt: skip
-    yield AttendCase(mxkv.FORMATS["mxfp4"], splits=8, sink=True, kernel="reduce_kernel")
-    yield AttendCase(mxkv.FORMATS["mxfp4"], 576, value_dim=512, heads=16)
-    yield AttendCase(mxkv.FORMATS["bf16"], 576, value_dim=512, heads=64)
-    yield AttendCase(mxkv.FORMATS["bf16"], 576, value_dim=500, heads=16, dtype=FP16)
-    yield AttendCase(mxkv.FORMATS["mxfp4"], 96, heads=3, dtype=FP16)
-    yield AttendCase(mxkv.FORMATS["nvfp4"], 80, heads=3, selection="pages")
-    yield AttendCase(mxkv.FORMATS["bf16"], 33, heads=3)
+    mxfp4, bf16 = mxkv.FORMATS["mxfp4"], mxkv.FORMATS["bf16"]
+    for format in formats if everything else [mxkv.FORMATS[name] for name in ("mxfp4", "mxfp8", "dsv4", "bf16")]:
+        yield AttendCase(format, main=True)
+    for format in formats if everything else [mxfp4, bf16]:
+        yield AttendCase(format, heads=64, main=True, sink=True)
+    yield AttendCase(mxkv.FORMATS["nvfp4"], 80, heads=1, selection="pages", splits=3, index=torch.int64)
+    yield AttendCase(mxkv.FORMATS["fp8"], 96, heads=3, selection="ragged", dtype=FP16)
     yield AttendCase(ODD_TAIL, 26, heads=3)
+    yield AttendCase(mxfp4, 64, splits=8, sink=True, kernel="reduce_kernel")
+    yield AttendCase(mxfp4, 64, software=True)
     if everything:
+        yield AttendCase(mxfp4, 576, value_dim=512)
+        yield AttendCase(bf16, 576, value_dim=512, heads=64)
+        yield AttendCase(bf16, 576, value_dim=500, dtype=FP16)
+        yield AttendCase(bf16, 33, heads=3)
+        yield AttendCase(mxkv.FORMATS["mxfp8"], software=True)
         for format, dim, heads in itertools.product(formats, (64, 96, 192, 320, 576, 1024), (1, 16, 64, 256)):
             if format.accepts_dim(dim):
                 for dtype, splits in ((BF16, 1), (FP16, 3)):

@@ -55,10 +55,20 @@ def _packed_u16(operation: Callable[..., torch.Tensor]) -> Callable[..., Registe
 
 
 def _prmt(a: Register, b: Register, selector: Register) -> Register:
-    both = [(word >> (8 * i)) & 0xFF for word in (a, b) for i in range(4)]
-    chosen = int(selector.flatten()[0])
-    assert not chosen & 0x8888
-    return sum((both[(chosen >> (4 * i)) & 7] << (8 * i) for i in range(4)), torch.zeros_like(a))
+    """Bytes of two words by number; a number's fourth bit asks for the byte's sign bit, eight times."""
+    both = torch.stack([(word >> (8 * i)) & 0xFF for word in (a, b) for i in range(4)])
+    result = torch.zeros_like(a)
+    for i in range(4):
+        chosen = (selector >> (4 * i)) & 15
+        byte = both.gather(0, (chosen & 7)[None]).squeeze(0)
+        result |= torch.where(chosen > 7, (byte >> 7) * 0xFF, byte) << (8 * i)
+    return result
+
+
+def _two_fp16(bytes: Register) -> Register:
+    """Two E4M3 bytes to two fp16, exactly."""
+    low, high = (numerics.decode_e4m3(((bytes >> n) & 0xFF).to(torch.uint8)).half() for n in (0, 8))
+    return (low.view(torch.int16).long() & 0xFFFF) | ((high.view(torch.int16).long() & 0xFFFF) << 16)
 
 
 def _number(operation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -95,6 +105,9 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
         (numerics.encode_e4m3(float_of(high)).long() << 8) | numerics.encode_e4m3(float_of(low)).long()
     ),
     "cvt.u32.u16": lambda a: a,
+    "cvt.rn.f16x2.e4m3x2": _two_fp16,
+    "cvt.f32.f16": lambda a: bits_of(a.to(torch.int16).view(torch.float16).float()),
+    "mul.rn.f32": lambda a, b: bits_of(float_of(a) * float_of(b)),
 }
 
 
@@ -115,5 +128,10 @@ def run(assembly: str, outputs: int, *inputs: Register) -> list[Register]:
         if not words or words[0].startswith(".reg"):
             continue
         operands = [o.strip() for o in re.findall(r"{[^}]*}|[^,\s][^,]*", words[1])]
-        registers[operands[0]] = OPERATIONS[words[0]](*(read(o) for o in operands[1:]))
+        result = OPERATIONS[words[0]](*(read(o) for o in operands[1:]))
+        if operands[0].startswith("{"):
+            low, high = (name.strip() for name in operands[0].strip("{} ").split(","))
+            registers[low], registers[high] = halves(result)
+        else:
+            registers[operands[0]] = result
     return [registers[f"${i}"] for i in range(outputs)]

@@ -119,3 +119,54 @@ def test_the_largest_magnitudes_are_those_of_the_oracle() -> None:
     """Numbers that stand in the assembly: seven quarters above 32, and no more than the oracle's codes."""
     assert numerics.E2M1_VALUES.index(Element.E2M1.max) == 7
     assert ptx.float_of(torch.tensor([0x42070000])).item() == 32 + 7 / 4
+
+
+def words_of_bytes(bytes: torch.Tensor) -> torch.Tensor:
+    return sum((bytes[:, i].long() << (8 * i) for i in range(4)), torch.zeros(len(bytes), dtype=torch.long))
+
+
+def loaded(values: torch.Tensor) -> torch.Tensor:
+    """fp32 as a load gives it in bf16: saturated; the bits."""
+    largest = torch.finfo(torch.bfloat16).max
+    return ptx.bits_of(values.clamp(-largest, largest).bfloat16().float()) >> 16
+
+
+@pytest.mark.parametrize("scale", ["e8m0", "e4m3"])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_octets_of_e2m1(pairs: str, scale: str) -> None:
+    """Every pair of codes at every place of a word, under every scale: the bits that a load to bf16 gives, in order."""
+    byte = torch.arange(256)
+    bytes = torch.stack([byte.roll(7 * i) for i in range(4)], -1).to(torch.uint8)
+    words = words_of_bytes(bytes)
+    codes = numerics.unpack_nibbles(bytes)
+    for number in range(256):
+        of_group = torch.tensor([number], dtype=torch.uint8)
+        factor = numerics.decode_e8m0(of_group) if scale == "e8m0" else numerics.decode_e4m3(of_group)
+        half = int(ptx.bits_of(factor)[0]) >> 16
+        outputs = ptx.run(codec._octet_assembly.fn(pairs, scale == "e8m0"), 4, words, twice(half, words))
+        got = torch.stack([part for word in outputs for part in ptx.halves(word)], -1)
+        want = loaded(numerics.decode_e2m1(codes) * factor)
+        if bool(factor.isnan()):
+            assert bool(((got & 0x7FFF) > 0x7F80).all())
+        else:
+            assert torch.equal(got, want), number
+
+
+@pytest.mark.parametrize("scale", ["e8m0", "e4m3", "tensor"])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_quads_of_e4m3(pairs: str, scale: str) -> None:
+    byte = torch.arange(256)
+    bytes = torch.stack([byte.roll(31 * i) for i in range(4)], -1).to(torch.uint8)
+    words, values = words_of_bytes(bytes), numerics.decode_e4m3(bytes)
+    for number in range(0, 256, 1 if scale != "tensor" else 256):
+        of_group = torch.tensor([number], dtype=torch.uint8)
+        factor = {
+            "e8m0": numerics.decode_e8m0(of_group), "e4m3": numerics.decode_e4m3(of_group), "tensor": torch.ones(1),
+        }[scale]  # fmt: skip
+        assembly = codec._quad_assembly.fn(pairs, scale != "tensor", scale == "e8m0")
+        outputs = ptx.run(assembly, 2, words, ptx.bits_of(factor).expand_as(words))
+        got = torch.stack([part for word in outputs for part in ptx.halves(word)], -1)
+        product = values * factor
+        nan = product.isnan()
+        assert torch.equal((got & 0x7FFF) > 0x7F80, nan)
+        assert torch.equal(got[~nan], loaded(product)[~nan]), number

@@ -271,3 +271,126 @@ def test_tuning_is_refused_under_capture() -> None:
     want = mxkv.empty_cache("mxfp4", 4, 8, 896)
     mxkv.store(want, rows.cpu(), slots.cpu(), backend="torch")
     assert torch.equal(cache.cpu(), want)
+
+
+# Attention.
+
+
+def attention(name: str, queries: int = 8, rows: int = 300, dim: int = 512) -> dict[str, Any]:
+    """The arguments of an attention to random slots of a full cache."""
+    scaled = mxkv.FORMATS[name].scale is mxkv.Scale.TENSOR
+    scale = torch.full((1,), 0.02, device="cuda") if scaled else None
+    cache = mxkv.empty_cache(name, 16, 64, dim, "cuda")
+    values = torch.randn(1024, dim, device="cuda").bfloat16()
+    mxkv.store(cache, values, torch.arange(1024, device="cuda"), format=name, cache_scale=scale, backend="triton")
+    return {
+        "q": torch.randn(queries, 16, dim, device="cuda").bfloat16(),
+        "cache": cache,
+        "indices": torch.randint(-1, 1025, (queries, rows), device="cuda"),
+        "format": name,
+        "cache_scale": scale,
+    }
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.allclose(got.float(), want.float(), atol=0.01, rtol=0.02)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_graph_of_attention_honours_what_changes_in_place(name: str, splits: int) -> None:
+    arguments = attention(name)
+    out = torch.empty_like(arguments["q"])
+
+    def call(backend: str, **more: Any) -> torch.Tensor:
+        result: torch.Tensor = mxkv.attend(**arguments, num_splits=splits, backend=backend, **more)
+        return result
+
+    call("triton", out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call("triton", out=out)
+    for seed in (1, 2):
+        g = torch.Generator("cuda").manual_seed(seed)
+        arguments["q"].normal_(generator=g)
+        arguments["indices"].random_(-1, 1025, generator=g)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, call("triton"))
+        assert close(out, call("torch"))
+
+
+def test_an_attention_first_met_inside_a_capture() -> None:
+    arguments = attention("mxfp4", dim=704)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mxkv.attend(**arguments, num_splits=2, backend="triton")
+    graph.replay()
+    assert close(out, mxkv.attend(**arguments, backend="torch"))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_attention_waits_for_nothing_and_allocates_nothing(splits: int) -> None:
+    """Into ``out``, with a workspace where there are splits."""
+    arguments = attention("mxfp4")
+    needed = mxkv.attend_workspace_bytes(
+        **{k: v for k, v in arguments.items() if k != "cache_scale"}, num_splits=splits, backend="triton"
+    )
+    assert bool(needed) == (splits > 1)
+    workspace = torch.empty(needed, dtype=torch.uint8, device="cuda") if needed else None
+    out = torch.empty_like(arguments["q"])
+
+    def call() -> None:
+        mxkv.attend(**arguments, num_splits=splits, out=out, workspace=workspace, backend="triton")
+
+    call()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with no_sync():
+        call()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_the_partial_buffers_are_one_allocation() -> None:
+    arguments = attention("mxfp4")
+    out = torch.empty_like(arguments["q"])
+    mxkv.attend(**arguments, num_splits=3, out=out, backend="triton")
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    mxkv.attend(**arguments, num_splits=3, out=out, backend="triton")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 1
+
+
+def test_attention_on_a_side_stream_with_a_delayed_producer() -> None:
+    arguments = attention("mxfp4")
+    made = torch.randn_like(arguments["q"])
+    mxkv.attend(**arguments, num_splits=2, backend="triton")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        delayed(lambda: arguments["q"].copy_(made))
+        out = mxkv.attend(**arguments, num_splits=2, backend="triton")
+    stream.synchronize()
+    assert torch.equal(out, mxkv.attend(**arguments, num_splits=2, backend="triton"))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "bf16"])
+def test_attention_to_the_end_of_a_pool_past_two_to_the_32_bytes(name: str) -> None:
+    width = mxkv.FORMATS[name].record_bytes(512)
+    blocks = (1 << 32) // (64 * width) + 2
+    if torch.cuda.mem_get_info()[0] < 64 * width * blocks + (1 << 30):
+        pytest.skip("needs 5 GB of GPU memory")
+    small = attention(name)
+    large = mxkv.empty_cache(name, blocks, 64, 512, "cuda")
+    large[-16:].view(torch.uint8).copy_(small["cache"].view(torch.uint8))
+    moved = torch.where(small["indices"] >= 0, small["indices"] + (blocks - 16) * 64, -1)
+    got = mxkv.attend(**{**small, "cache": large, "indices": moved}, backend="triton")
+    assert torch.equal(got, mxkv.attend(**small, backend="triton"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_attention_on_a_device_that_is_not_current() -> None:
+    arguments = attention("mxfp4")
+    elsewhere = {k: v.to("cuda:1") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    with torch.cuda.device(0):
+        got = mxkv.attend(**elsewhere, num_splits=2, backend="triton")
+    assert torch.equal(got.cpu(), mxkv.attend(**arguments, num_splits=2, backend="triton").cpu())
