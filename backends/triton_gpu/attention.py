@@ -6,7 +6,6 @@ addresses and on how many queries and rows there are.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import Any
@@ -15,20 +14,17 @@ import torch
 import triton
 
 from mxkv import devices, settings
-from mxkv.autotune_cache.choice import Choice
 from mxkv.autotune_cache.sources import source_hash
 from mxkv.backends.triton_gpu.attend import AttendTask, Heads, Rows, attend_kernel, chunks_of, reduce_kernel
-from mxkv.backends.triton_gpu.codec import Paths, paths_of
+from mxkv.backends.triton_gpu.codec import Paths
 from mxkv.backends.triton_gpu.config import AttendConfig, attend_configurations, attend_default, splits_of
+from mxkv.backends.triton_gpu.launch import Launch
 from mxkv.contracts import MOST_SPLITS, YES, AttendSpec, Tunable, Verdict
-
-NAME = "triton"  # the backend's, in its keys
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SOURCES = tuple(
     f"{__package__}.{name}" for name in ("attend:attend_kernel", "attend:reduce_kernel", "attention:attend_task")
 )
-_NO_GUARD = contextlib.nullcontext()
 _WIDEST_ACCESS = 16
 _REDUCED_SPLITS = 16  # at a time
 _MOST_DIM = 4096
@@ -47,7 +43,7 @@ def supports(spec: AttendSpec) -> Verdict:
     return Verdict(tuple(reasons), "backend='torch' runs every call") if reasons else YES
 
 
-class AttendLaunch:
+class AttendLaunch(Launch):
     """Attends to selected rows. See :func:`mxkv.attend`.
 
     Args:
@@ -55,18 +51,11 @@ class AttendLaunch:
         paths: The instructions to use, instead of the target's; each choice gives the same values.
     """
 
+    spec: AttendSpec
+
     def __init__(self, spec: AttendSpec, paths: Paths | None = None) -> None:
-        self.spec = spec
-        self.target = devices.target_of(spec.device)
-        self.paths = paths or paths_of(self.target)
-        self.choose = Choice(spec, NAME, tunable(spec))
+        super().__init__(spec, tunable(spec), paths)
         self.compute_units = devices.describe(spec.device).compute_units
-        self.num_slots = spec.layout.num_slots
-        self.block_stride = spec.layout.block_stride * spec.format.cache_dtype.itemsize
-        # Not every target has the dtype fp8: kernels see its bytes.
-        self.as_bytes = spec.format.cache_dtype == torch.float8_e4m3fn
-        self.device_index = None if spec.device.type == "cpu" else spec.device.index
-        self.tasks: dict[Any, AttendTask] = {}
 
     def rows_of(self, queries: int, rows: torch.Tensor) -> tuple[int, int]:
         """What bounds the rows of a call, and how many a query has, as far as shapes say (ragged: on the average)."""
@@ -118,12 +107,6 @@ class AttendLaunch:
                     floats if spec.scaled else None, 1.5, self.num_slots, self.block_stride, 2, 1, task,
                     grid=(1,), **self.options(config),
                 )  # fmt: skip
-
-    def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device: make it the tensors'."""
-        if self.device_index is None or self.device_index == torch.cuda.current_device():
-            return _NO_GUARD
-        return torch.cuda.device(self.device_index)
 
     def __call__(
         self,

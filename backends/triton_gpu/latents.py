@@ -6,7 +6,6 @@ depends on its tensors' addresses and on how many tokens there are.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -14,11 +13,9 @@ import torch
 import triton
 
 from mxkv import devices, settings
-from mxkv.autotune_cache.choice import Choice
 from mxkv.autotune_cache.sources import source_hash
-from mxkv.backends.triton_gpu.codec import paths_of
 from mxkv.backends.triton_gpu.config import LaunchConfig, configurations, default_config
-from mxkv.backends.triton_gpu.launch import Launcher
+from mxkv.backends.triton_gpu.launch import Launch, Launcher
 from mxkv.backends.triton_gpu.load import LoadTask, load_kernel
 from mxkv.backends.triton_gpu.store import StoreTask, store_kernel
 from mxkv.backends.triton_gpu.tasks import load_task, programs, store_task
@@ -28,8 +25,6 @@ _SOURCES = {
     "store": tuple(f"{__package__}.{name}" for name in ("store:store_kernel", "tasks:store_task", "tasks:programs")),
     "load": tuple(f"{__package__}.{name}" for name in ("load:load_kernel", "tasks:load_task")),
 }
-_NO_GUARD = contextlib.nullcontext()
-NAME = "triton"  # the backend's, in its keys
 
 # What Triton specializes on: pointers and integers that are multiples of 16, integers that need 64 bits.
 _POINTER_MASK = 15
@@ -39,28 +34,16 @@ _NO_TENSOR = (None, 0, 0)
 _ANY_COUNT = 2  # a count that is not specialized on
 
 
-class _Launch:
-    """What every launch for one spec has in common."""
+class _RowsLaunch(Launch):
+    """What stores and loads have in common."""
 
-    def __init__(self, spec: Spec, kernel: Any, element_size: int) -> None:
-        self.spec = spec
-        self.paths = paths_of(devices.target_of(spec.device))
-        self.choose = Choice(spec, NAME, tunable(spec))
+    spec: StoreSpec | LoadSpec
+
+    def __init__(self, spec: StoreSpec | LoadSpec, kernel: Any, element_size: int) -> None:
+        super().__init__(spec, tunable(spec))
         self.launcher = Launcher(kernel, spec.device)
-        self.num_slots = spec.layout.num_slots
-        self.block_stride = spec.layout.block_stride * spec.format.cache_dtype.itemsize
         self.dim = spec.latent_dim
         self.pair_mask = 2 * element_size - 1
-        # Not every target has the dtype fp8: kernels see its bytes.
-        self.as_bytes = spec.format.cache_dtype == torch.float8_e4m3fn
-        self.device_index = None if spec.device.type == "cpu" else spec.device.index
-        self.tasks: dict[tuple[Any, ...], Any] = {}
-
-    def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device: make it the tensors'."""
-        if self.device_index is None or self.device_index == torch.cuda.current_device():
-            return _NO_GUARD
-        return torch.cuda.device(self.device_index)
 
 
 def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
@@ -70,7 +53,7 @@ def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     return tensor.dtype, tensor.stride(0), tensor.data_ptr() & _POINTER_MASK
 
 
-class StoreLaunch(_Launch):
+class StoreLaunch(_RowsLaunch):
     """Quantizes rows and scatters them. See :func:`mxkv.store`."""
 
     spec: StoreSpec
@@ -143,7 +126,7 @@ class StoreLaunch(_Launch):
             )  # fmt: skip
 
 
-class LoadLaunch(_Launch):
+class LoadLaunch(_RowsLaunch):
     """Gathers rows and dequantizes them. See :func:`mxkv.load`."""
 
     spec: LoadSpec

@@ -1,16 +1,51 @@
-"""Launches a JIT kernel without the JIT's own search for what it has compiled, which takes 15 to 30 us of a call."""
+"""What every launch needs, and launches without the JIT's search for what it has compiled, 15 to 30 us of a call."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 from triton.compiler import CompiledKernel
 
-from mxkv import settings
+from mxkv import devices, settings
+from mxkv.autotune_cache.choice import Choice
+from mxkv.backends.triton_gpu.codec import Paths, paths_of
+from mxkv.contracts import Spec, Tunable
+
+NAME = "triton"  # the backend's, in its keys
 
 _MOST_KERNELS = 256
+_NO_GUARD = contextlib.nullcontext()
+
+
+class Launch:
+    """What every launch for one spec has in common.
+
+    Args:
+        spec: The call.
+        tunable: What may be chosen about it.
+        paths: The instructions to use, instead of the target's.
+    """
+
+    def __init__(self, spec: Spec, tunable: Tunable, paths: Paths | None = None) -> None:
+        self.spec = spec
+        self.target = devices.target_of(spec.device)
+        self.paths = paths or paths_of(self.target)
+        self.choose = Choice(spec, NAME, tunable)
+        self.num_slots = spec.layout.num_slots
+        self.block_stride = spec.layout.block_stride * spec.format.cache_dtype.itemsize
+        # Not every target has the dtype fp8: kernels see its bytes.
+        self.as_bytes = spec.format.cache_dtype == torch.float8_e4m3fn
+        self.device_index = None if spec.device.type == "cpu" else spec.device.index
+        self.tasks: dict[tuple[Any, ...], Any] = {}
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton launches on the current device: make it the tensors'."""
+        if self.device_index is None or self.device_index == torch.cuda.current_device():
+            return _NO_GUARD
+        return torch.cuda.device(self.device_index)
 
 
 class Launcher:
