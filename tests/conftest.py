@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -15,12 +16,13 @@ from mxkv import settings as mxkv_settings
 from tests.support import Ops
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+SIMULATE = mxkv_settings.numba_simulated()
 
 settings.register_profile(
     "mxkv",
     deadline=None,
     derandomize=True,
-    max_examples=3 if INTERPRET else 60,
+    max_examples=3 if INTERPRET or SIMULATE else 60,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("mxkv")
@@ -34,21 +36,29 @@ def _ops(backend: str, device: torch.device) -> Ops:
     return Ops(backend, dispatch.resolve_device(device))
 
 
-@pytest.fixture(scope="session", params=["torch", pytest.param("triton", marks=pytest.mark.triton)])
+_BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.triton), pytest.param("numba", marks=pytest.mark.numba)]
+
+
+@pytest.fixture(scope="session", params=_BACKENDS)
 def ops(request: pytest.FixtureRequest) -> Ops:
     """The public operations on each backend: this makes the suite the conformance suite of every backend.
 
-    Triton is tried on a GPU, or on the CPU where ``TRITON_INTERPRET=1`` asks for its interpreter; then it must run.
+    Triton is tried on a GPU, or on the CPU where ``TRITON_INTERPRET=1`` asks for its interpreter; then it must run. So
+    is Numba, with ``NUMBA_ENABLE_CUDASIM=1`` for its simulator.
     """
-    if request.param == "torch":
+    name = request.param
+    if name == "torch":
         return _ops("torch", torch.device(os.environ.get("MXKV_TEST_DEVICE") or "cpu"))
     device = torch.device(os.environ.get("MXKV_TEST_DEVICE") or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cpu" and not INTERPRET:
-        pytest.skip("triton: no GPU here and TRITON_INTERPRET=1 is not set")
-    found = mxkv.explain("store", device=device, backend="triton").verdicts["triton"]
+    variable, asked = {"triton": ("TRITON_INTERPRET", INTERPRET), "numba": ("NUMBA_ENABLE_CUDASIM", SIMULATE)}[name]
+    if device.type == "cpu" and not asked:
+        pytest.skip(f"{name}: no GPU here and {variable}=1 is not set")
+    if name == "numba" and importlib.util.find_spec("numba") is None:
+        pytest.skip("numba is not installed")
+    found = mxkv.explain("store", device=device, backend=name).verdicts[name]
     if not found.ok:
-        pytest.fail(f"triton was asked for and cannot run on {device}: {'; '.join(found.reasons)}")
-    return _ops("triton", device)
+        pytest.fail(f"{name} was asked for and cannot run on {device}: {'; '.join(found.reasons)}")
+    return _ops(name, device)
 
 
 @pytest.fixture

@@ -1,0 +1,140 @@
+"""Launches the store and load kernels. Nothing here allocates or synchronises, so a CUDA graph can capture it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from mxkv import devices
+from mxkv.backends.numba_cuda import compiler
+from mxkv.backends.numba_cuda.config import CONFIGURATIONS, LaunchConfig
+from mxkv.backends.numba_cuda.launch import KERNEL_DTYPES, Launch, address
+from mxkv.backends.numba_cuda.load import load_kernel, load_lines
+from mxkv.backends.numba_cuda.store import store_kernel, store_lines
+from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, LoadTask, StoreTask, load_task, store_task
+from mxkv.contracts import LoadSpec, Spec, StoreSpec, Tunable
+
+_STORE_ARGUMENTS, _LOAD_ARGUMENTS = "i" * 14, "i" * 9
+_MOST_BLOCKS = (1 << 31) - 1
+
+
+class StoreLaunch(Launch):
+    """Quantizes rows and scatters them. See :func:`mxkv.store`."""
+
+    spec: StoreSpec
+
+    def __init__(self, spec: StoreSpec) -> None:
+        super().__init__(spec, tunable(spec))
+
+    def __call__(
+        self,
+        cache: torch.Tensor,
+        latent: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor | None,
+        cos_sin: torch.Tensor | None,
+        cache_scale: torch.Tensor | None,
+        config: LaunchConfig | None = None,
+    ) -> None:
+        if cos_sin is not None and cos_sin.dtype not in KERNEL_DTYPES:
+            cos_sin = cos_sin.to(torch.float32)
+        tokens, element_size = slots.shape[0], latent.element_size()
+        config = config or self.choose(tokens)
+        latent_stride = latent.stride(0) * element_size
+        latent_at, cache_at = latent.data_ptr(), cache.data_ptr()
+        task = self.task(
+            cache_at % WIDEST, latent_at % WIDEST == 0 and latent_stride % WIDEST == 0, slots.element_size(),
+            0 if positions is None else positions.element_size(), "" if cos_sin is None else DTYPES[cos_sin.dtype],
+        )  # fmt: skip
+        block = config.block(store_lines(task))
+        self.kernel(task, store_kernel, _STORE_ARGUMENTS)(
+            min(-(-tokens // block[1]), _MOST_BLOCKS), block,
+            cache_at, latent_at, slots.data_ptr(), address(positions), address(cos_sin), address(cache_scale),
+            tokens, self.num_slots, 0 if cos_sin is None else cos_sin.shape[0], self.block_stride, latent_stride,
+            _stride(slots), _stride(positions), _stride(cos_sin),
+        )  # fmt: skip
+
+    def task(self, cache_at: int, aligned: bool, index_bytes: int, position_bytes: int, table: str) -> StoreTask:
+        """The kernel's constants; see :func:`store_task`."""
+        return _store_task(self.spec, cache_at, aligned, index_bytes, position_bytes, table)
+
+    def compile(self, config: LaunchConfig) -> None:
+        """Compile for contiguous tensors at aligned addresses, and launch nothing."""
+        spec = self.spec
+        aligned = spec.latent_dim * spec.latent_dtype.itemsize % WIDEST == 0
+        task = self.task(0, aligned, 8, 8 * spec.positioned, "fp32" if spec.rotate else "")
+        self.kernel(task, store_kernel, _STORE_ARGUMENTS)
+
+
+class LoadLaunch(Launch):
+    """Gathers rows and dequantizes them. See :func:`mxkv.load`."""
+
+    spec: LoadSpec
+
+    def __init__(self, spec: LoadSpec) -> None:
+        super().__init__(spec, tunable(spec))
+
+    def __call__(
+        self,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        cache_scale: torch.Tensor | None,
+        config: LaunchConfig | None = None,
+    ) -> None:
+        tokens = slots.shape[0]
+        config = config or self.choose(tokens)
+        out_stride = out.stride(0) * out.element_size()
+        out_at, cache_at = out.data_ptr(), cache.data_ptr()
+        aligned = out_at % WIDEST == 0 and out_stride % WIDEST == 0
+        task = self.task(cache_at % WIDEST, aligned, slots.element_size())
+        block = config.block(load_lines(task))
+        self.kernel(task, load_kernel, _LOAD_ARGUMENTS)(
+            min(-(-tokens // block[1]), _MOST_BLOCKS), block,
+            cache_at, slots.data_ptr(), out_at, address(cache_scale),
+            tokens, self.num_slots, self.block_stride, _stride(slots), out_stride,
+        )  # fmt: skip
+
+    def task(self, cache_at: int, aligned: bool, index_bytes: int) -> LoadTask:
+        """The kernel's constants; see :func:`load_task`."""
+        return _load_task(self.spec, cache_at, aligned, index_bytes)
+
+    def compile(self, config: LaunchConfig) -> None:
+        """Compile for contiguous tensors at aligned addresses, and launch nothing."""
+        aligned = self.spec.latent_dim * self.spec.out_dtype.itemsize % WIDEST == 0
+        self.kernel(self.task(0, aligned, 8), load_kernel, _LOAD_ARGUMENTS)
+
+
+_store_task = functools.lru_cache(maxsize=4096)(store_task)
+_load_task = functools.lru_cache(maxsize=4096)(load_task)
+
+
+def _stride(tensor: torch.Tensor | None) -> int:
+    """From one row to the next, in bytes."""
+    return 0 if tensor is None else tensor.stride(0) * tensor.element_size()
+
+
+@functools.lru_cache(maxsize=1024)
+def prepare(spec: StoreSpec | LoadSpec) -> StoreLaunch | LoadLaunch:
+    """What runs one kind of call."""
+    return StoreLaunch(spec) if isinstance(spec, StoreSpec) else LoadLaunch(spec)
+
+
+def tunable(spec: Spec) -> Tunable:
+    """The launch configurations of one kind of call."""
+    return Tunable(
+        LaunchConfig,
+        CONFIGURATIONS,
+        lambda tokens: CONFIGURATIONS[0],
+        target=devices.target_of(spec.device).name,
+        source=compiler.source(),
+        compiler=compiler.version(),
+    )
+
+
+def compile(spec: Spec, config: LaunchConfig) -> None:
+    """Compile what a call of contiguous tensors would launch."""
+    run: Any = prepare(spec)
+    run.compile(config)
