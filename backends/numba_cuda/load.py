@@ -17,6 +17,7 @@ from numba import cuda
 from mxkv.backends.numba_cuda import codec
 from mxkv.backends.numba_cuda.addressing import place_finder
 from mxkv.backends.numba_cuda.primitives import (
+    bits_of,
     device,
     fetch8,
     fetch16,
@@ -24,21 +25,31 @@ from mxkv.backends.numba_cuda.primitives import (
     fetch_float,
     fetch_index,
     float_of,
+    i32,
     i64,
     mul,
     put16,
     put32,
 )
-from mxkv.backends.numba_cuda.rows import ELEMENT_BYTES, encoder, float_of_bf16, halves_of, octet_writer, word_fetcher
-from mxkv.backends.numba_cuda.tasks import LoadTask, Record
+from mxkv.backends.numba_cuda.rows import (
+    ELEMENT_BYTES,
+    encoder,
+    float_of_bf16,
+    halves_of,
+    octet_writer,
+    quad_putter,
+    word_fetcher,
+)
+from mxkv.backends.numba_cuda.tasks import WIDEST, LoadTask, Record
 
 _PAIR = 2
 
 
 def step_decoder(record: Record, tensor_scaled: bool):
-    """Two functions from a record's addresses and an element to its step, decoded: of the body, and of a bf16 tail.
+    """Three functions of a record's addresses and an element: its step, decoded, of the body and of a bf16 tail, and
+    whether bf16 holds every product of the body's step as it is: neither rounded nor saturated.
 
-    The body's also takes the factor of a scale for the whole cache. Both give a tuple of fp32.
+    The body's also takes the factor of a scale for the whole cache. The first two give a tuple of fp32.
     """
     element, alignment, step = record.element, record.alignment, record.step
     group, body, body_bytes, bits = record.group, record.body, record.body_bytes, record.bits
@@ -127,9 +138,25 @@ def step_decoder(record: Record, tensor_scaled: bool):
     def tail_two(values_at, at):
         return bf16_two(values_at + body_bytes + 2 * (at - body), True)
 
+    least, most = _plain_scales(record)
+
+    @device
+    def is_plain(scales_at, at):
+        if not e8m0:
+            return not tensor_scaled
+        byte = fetch8(scales_at + at // group)
+        return byte >= least and byte <= most
+
     pairs = {"e2m1": e2m1_two, "e4m3": e4m3_two, "bf16": plain_two}
     octets = {"e2m1": e2m1_eight, "e4m3": e4m3_eight, "bf16": plain_eight}
-    return (pairs[element], tail_two) if step == _PAIR else (octets[element], tail_eight)
+    return (pairs[element], tail_two, is_plain) if step == _PAIR else (octets[element], tail_eight, is_plain)
+
+
+def _plain_scales(record: Record) -> tuple[int, int]:
+    """The E8M0 bytes whose products with any code bf16 holds."""
+    if record.element == "e2m1":
+        return 0, 252  # 6 * 2**125
+    return 3, 246  # 2**-9 * 2**-124, 448 * 2**119
 
 
 def load_kernel(task: LoadTask):
@@ -138,11 +165,17 @@ def load_kernel(task: LoadTask):
     dim, step, body = record.dim, record.step, record.body
     lines, skipped = load_lines(task), dim % 2 if step == _PAIR else 0
     index_bytes, scaled, largest, size = task.index_bytes, task.scaled, task.dtype_max, ELEMENT_BYTES[task.dtype]
-    plain_bf16 = record.element == "bf16"
+    plain_bf16, to_bf16 = record.element == "bf16", task.dtype == "bf16"
     place_of = place_finder(record)
-    decode_body, decode_tail = step_decoder(record, scaled)
+    decode_body, decode_tail, is_plain = step_decoder(record, scaled)
     encode, put = encoder(task.dtype), put32 if task.dtype == "fp32" else put16
     put_octet = octet_writer(task.dtype, task.aligned)
+    put_words = quad_putter(WIDEST if task.aligned else 2)
+
+    @device
+    def upper(x, y):
+        """The upper halves of two numbers in a word."""
+        return i32(((bits_of(x) >> 16) & 0xFFFF) | (bits_of(y) & -0x10000))
 
     @device
     def put_eight(address, x, keep_infinite, first):
@@ -159,6 +192,14 @@ def load_kernel(task: LoadTask):
         put(address + size, encode(codec.saturated(x[1], largest, keep_infinite)))
 
     @device
+    def put_bf16(address, x):
+        """What bf16 holds as it is."""
+        put_words(
+            address,
+            upper(x[0], x[1]), upper(x[2], x[3]), upper(x[4], x[5]), upper(x[6], x[7]),
+        )  # fmt: skip
+
+    @device
     def zero_eight(address):
         zero = float_of(0)
         put_octet(address, (zero, zero, zero, zero, zero, zero, zero, zero))
@@ -170,20 +211,22 @@ def load_kernel(task: LoadTask):
         put(address + size, 0)
 
     pairs = step == _PAIR
+    cheap = to_bf16 and not pairs
     put_step = put_two if pairs else put_eight
 
     def kernel(cache, slots, out, cache_scale, tokens, num_slots, block_stride, slot_stride, out_stride):
         factor = float_of(0x3F800000)
         if scaled:
             factor = fetch_float(cache_scale)
-        begin = i64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
-        for token in range(begin, tokens, i64(cuda.gridDim.x) * cuda.blockDim.y):
+        token = i64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
+        while token < tokens:
             slot = fetch_index(slots + token * slot_stride, index_bytes)
             known = slot >= 0 and slot < num_slots
             if not known:
                 slot = i64(0)
             values_at, scales_at = place_of(cache, slot, num_slots, block_stride)
-            for line in range(cuda.threadIdx.x, lines, cuda.blockDim.x):
+            line = i32(cuda.threadIdx.x)
+            while line < lines:
                 at = line * step - skipped
                 address, first = out + token * out_stride + at * size, at >= 0
                 if not known:
@@ -191,10 +234,19 @@ def load_kernel(task: LoadTask):
                         zero_two(address, first)
                     else:
                         zero_eight(address)
-                elif at < body:
-                    put_step(address, decode_body(values_at, scales_at, at, factor), plain_bf16, first)
+                elif at >= body:
+                    if cheap:
+                        put_bf16(address, decode_tail(values_at, at))
+                    else:
+                        put_step(address, decode_tail(values_at, at), True, first)
                 else:
-                    put_step(address, decode_tail(values_at, at), True, first)
+                    x = decode_body(values_at, scales_at, at, factor)
+                    if cheap and is_plain(scales_at, at):
+                        put_bf16(address, x)
+                    else:
+                        put_step(address, x, plain_bf16, first)
+                line = i32(line + cuda.blockDim.x)
+            token += i64(cuda.gridDim.x) * cuda.blockDim.y
 
     return kernel
 

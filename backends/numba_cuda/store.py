@@ -305,8 +305,8 @@ def store_kernel(task: StoreTask):
         reciprocal = float_of(0x3F800000)
         if scaled:
             reciprocal = div(1.0, fetch_float(cache_scale))
-        first = i64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
-        for token in range(first, tokens, i64(cuda.gridDim.x) * cuda.blockDim.y):
+        token = i64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
+        while token < tokens:
             slot = fetch_index(slots + token * slot_stride, index_bytes)
             stored = slot >= 0 and slot < num_slots
             angles = cos_sin
@@ -319,16 +319,19 @@ def store_kernel(task: StoreTask):
             if stored:
                 row = latent + token * latent_stride
                 values_at, scales_at = place_of(cache, slot, num_slots, block_stride)
-                for line in range(cuda.threadIdx.x, lines, cuda.blockDim.x):
+                line = i32(cuda.threadIdx.x)
+                while line < lines:
                     if grouped and line < groups:
                         store_group(row, angles, values_at, scales_at, line)
                     else:
                         at = (line - groups) * step
                         x = read_plain(row, plain_from + at, angles)
                         put_plain(values_at + plain_start + at * plain_bytes, x, plain_from + at >= 0, reciprocal)
+                    line = i32(line + cuda.blockDim.x)
                 if padding and cuda.threadIdx.x == 0:
                     for i in range(padding):
                         put8(scales_at + groups + i, 0)
+            token += i64(cuda.gridDim.x) * cuda.blockDim.y
 
     return kernel
 
