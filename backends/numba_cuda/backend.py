@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import YES, Backend, Spec, Verdict
+from mxkv.contracts import YES, AttendSpec, Backend, Spec, Verdict
 
 _OLDEST_CAPABILITY = 50
 
@@ -35,15 +35,19 @@ def probe(device: torch.device) -> Verdict:
 
 
 def supports(spec: Spec) -> Verdict:
+    if isinstance(spec, AttendSpec):
+        from mxkv.backends.numba_cuda import attention  # asked only where Numba is installed
+
+        return attention.supports(spec)
     return YES
 
 
 def load() -> Any:
-    from mxkv.backends.numba_cuda import latents
+    from mxkv.backends.numba_cuda import attention, latents
 
     def of(spec: Spec) -> Any:
         """The module that has a call's kernel."""
-        return latents
+        return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
         prepare=lambda spec: of(spec).prepare(spec),
@@ -59,6 +63,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load"}),
+    operations=frozenset({"store", "load", "attend"}),
     slower=True,
 )

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from mxkv import settings
+from mxkv.contracts import AttendSpec
+from mxkv.devices import Target
+
 SIMULATED_THREADS = 4  # the simulator runs a Python thread for each
 
 
@@ -23,4 +27,62 @@ class LaunchConfig:
         return width, max(1, self.threads // width)
 
 
-CONFIGURATIONS = tuple(LaunchConfig(threads) for threads in (256, 128, 512, 64))
+def configurations() -> tuple[LaunchConfig, ...]:
+    """Every configuration that is worth trying, the best guess first."""
+    sizes = (SIMULATED_THREADS, 2) if settings.numba_simulated() else (256, 128, 512, 64)
+    return tuple(LaunchConfig(threads) for threads in sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendConfig:
+    """How an attention kernel is launched.
+
+    Attributes:
+        threads: Of a block: block_heads * block_rows / 4, times a power of two.
+        block_heads: Heads of a block, a power of two of at least 2.
+        block_rows: Rows of a tile, a power of two of at least 2.
+        blocks_per_unit: How many blocks a multiprocessor is to have: a query's rows are split where there are fewer.
+    """
+
+    threads: int
+    block_heads: int
+    block_rows: int
+    blocks_per_unit: int
+
+
+_SIMULATED = AttendConfig(SIMULATED_THREADS, 4, 4, 1)
+_LEAST_TILES = 2  # of a split
+
+
+def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
+    """Every configuration that is worth trying and fits a block's shared memory; the best guess comes first."""
+    if target.vendor == "cpu":
+        return (_SIMULATED, AttendConfig(2, 2, 4, 2))
+    heads = 2
+    while heads < min(spec.heads, 16):
+        heads *= 2
+    found = [
+        AttendConfig(threads, block_heads, block_rows, blocks)
+        for block_heads, block_rows in ((heads, 16), (heads, 8), (max(heads // 2, 2), 16), (8, 8), (4, 4), (2, 2))
+        for threads in (256, 128)
+        for blocks in (3, 2, 6)
+    ]
+    return tuple(dict.fromkeys(config for config in found if fits(spec, target, config)))
+
+
+def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
+    """Whether a block's shared memory holds its tiles."""
+    from mxkv.backends.numba_cuda.attend import Shared
+
+    return Shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows).bytes <= target.shared_memory
+
+
+def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:
+    """Into how many parts each query's rows are split: so that the device is full, and no part is small or empty."""
+    blocks = queries * -(-spec.heads // config.block_heads)
+    tiles = -(-rows // config.block_rows)
+    wanted = min(config.blocks_per_unit * compute_units // blocks, tiles // _LEAST_TILES)
+    if wanted <= 1:
+        return 1
+    share = -(-tiles // wanted)
+    return -(-tiles // share)

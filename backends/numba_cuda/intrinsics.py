@@ -15,7 +15,7 @@ except ImportError:  # before numba-cuda had its own
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
-_GLOBAL = 1  # address space
+_GLOBAL, _SHARED = 1, 3  # address spaces
 
 def _pointer(builder, address, kind):
     return builder.inttoptr(address, ir.PointerType(kind, _GLOBAL))
@@ -139,3 +139,74 @@ def half_of_float(typing, x):
         return builder.zext(builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), _I16), _I32)
 
     return types.int32(types.float32), generate
+
+
+@intrinsic
+def address_of(typing, array):
+    """Where a block's shared memory starts, an address of its own space."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        return builder.ptrtoint(builder.addrspacecast(data, ir.PointerType(_I8, _SHARED)), _I64)
+
+    return types.int64(array), generate
+
+
+def _shared_pointer(builder, address, kind):
+    return builder.inttoptr(address, ir.PointerType(kind, _SHARED))
+
+
+def _shared_fetch(kind, result, align):
+    @intrinsic
+    def fetch(typing, address):
+        def generate(context, builder, signature, arguments):
+            value = builder.load(_shared_pointer(builder, arguments[0], kind))
+            value.align = align
+            return value
+
+        return result(types.int64), generate
+
+    return fetch
+
+
+def _shared_put(kind, value_type, align):
+    @intrinsic
+    def put(typing, address, value):
+        def generate(context, builder, signature, arguments):
+            builder.store(arguments[1], _shared_pointer(builder, arguments[0], kind)).align = align
+            return context.get_dummy_value()
+
+        return types.void(types.int64, value_type), generate
+
+    return put
+
+
+shared_fetch, shared_fetch64 = _shared_fetch(_FLOAT, types.float32, 4), _shared_fetch(_I64, types.int64, 8)
+shared_put, shared_put64 = _shared_put(_FLOAT, types.float32, 4), _shared_put(_I64, types.int64, 8)
+
+
+@intrinsic
+def shared_fetch128(typing, address):
+    """Four fp32."""
+
+    def generate(context, builder, signature, arguments):
+        value = builder.load(_shared_pointer(builder, arguments[0], ir.VectorType(_FLOAT, 4)))
+        value.align = 16
+        parts = [builder.extract_element(value, ir.Constant(_I32, i)) for i in range(4)]
+        return context.make_tuple(builder, signature.return_type, parts)
+
+    return types.UniTuple(types.float32, 4)(types.int64), generate
+
+
+@intrinsic
+def shared_put128(typing, address, a, b, c, d):
+    kind = ir.VectorType(_FLOAT, 4)
+
+    def generate(context, builder, signature, arguments):
+        value = ir.Constant(kind, ir.Undefined)
+        for i in range(4):
+            value = builder.insert_element(value, arguments[1 + i], ir.Constant(_I32, i))
+        builder.store(value, _shared_pointer(builder, arguments[0], kind)).align = 16
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.float32, types.float32, types.float32), generate

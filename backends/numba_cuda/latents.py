@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mxkv import devices
+from mxkv import devices, settings
 from mxkv.backends.numba_cuda import compiler
-from mxkv.backends.numba_cuda.config import CONFIGURATIONS, LaunchConfig
+from mxkv.backends.numba_cuda.config import LaunchConfig, configurations
 from mxkv.backends.numba_cuda.launch import KERNEL_DTYPES, Launch, address
 from mxkv.backends.numba_cuda.load import load_kernel, load_lines
 from mxkv.backends.numba_cuda.store import store_kernel, store_lines
@@ -17,7 +17,11 @@ from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, LoadTask, StoreTask, 
 from mxkv.contracts import LoadSpec, Spec, StoreSpec, Tunable
 
 _STORE_ARGUMENTS, _LOAD_ARGUMENTS = "i" * 14, "i" * 9
-_MOST_BLOCKS = (1 << 31) - 1
+
+
+def blocks(tokens: int, each: int) -> int:
+    """How many blocks of ``each`` tokens a launch has. The kernels' loops take what is past that."""
+    return min(-(-tokens // each), 1 if settings.numba_simulated() else (1 << 31) - 1)
 
 
 class StoreLaunch(Launch):
@@ -50,7 +54,7 @@ class StoreLaunch(Launch):
         )  # fmt: skip
         block = config.block(store_lines(task))
         self.kernel(task, store_kernel, _STORE_ARGUMENTS)(
-            min(-(-tokens // block[1]), _MOST_BLOCKS), block,
+            blocks(tokens, block[1]), block, 0,
             cache_at, latent_at, slots.data_ptr(), address(positions), address(cos_sin), address(cache_scale),
             tokens, self.num_slots, 0 if cos_sin is None else cos_sin.shape[0], self.block_stride, latent_stride,
             _stride(slots), _stride(positions), _stride(cos_sin),
@@ -92,7 +96,7 @@ class LoadLaunch(Launch):
         task = self.task(cache_at % WIDEST, aligned, slots.element_size())
         block = config.block(load_lines(task))
         self.kernel(task, load_kernel, _LOAD_ARGUMENTS)(
-            min(-(-tokens // block[1]), _MOST_BLOCKS), block,
+            blocks(tokens, block[1]), block, 0,
             cache_at, slots.data_ptr(), out_at, address(cache_scale),
             tokens, self.num_slots, self.block_stride, _stride(slots), out_stride,
         )  # fmt: skip
@@ -126,8 +130,8 @@ def tunable(spec: Spec) -> Tunable:
     """The launch configurations of one kind of call."""
     return Tunable(
         LaunchConfig,
-        CONFIGURATIONS,
-        lambda tokens: CONFIGURATIONS[0],
+        configurations(),
+        lambda tokens: configurations()[0],
         target=devices.target_of(spec.device).name,
         source=compiler.source(),
         compiler=compiler.version(),

@@ -13,7 +13,6 @@ import torch
 
 from mxkv import settings
 from mxkv.autotune_cache.choice import Choice
-from mxkv.backends.numba_cuda.config import SIMULATED_THREADS
 from mxkv.contracts import Spec, Tunable
 
 NAME = "numba"  # the backend's, in its keys
@@ -37,7 +36,7 @@ class Launch:
         self.kernels: dict[Hashable, Any] = {}
 
     def kernel(self, task: Any, factory: Callable[[Any], Callable[..., None]], arguments: str) -> Any:
-        """What launches a task's kernel: ``(grid, block, *arguments)``, compiled for the spec's device."""
+        """What launches a task's kernel: ``(grid, block, shared bytes, *arguments)``, compiled for the spec's device."""
         found = self.kernels.get(task)
         if found is None:
             found = self.kernels[task] = kernel_of(task, factory, arguments, self.spec.device)
@@ -50,7 +49,7 @@ def kernel_of(task: Any, factory: Callable[[Any], Callable[..., None]], argument
     Args:
         task: The kernel's constants.
         factory: From them to the kernel.
-        arguments: A letter for each of the kernel's arguments: "i" int64, "f" fp32.
+        arguments: Each of the kernel's arguments: "i" int64, "f" fp32, a digit for a tuple of so many int64.
         device: Where it runs.
     """
     if settings.numba_simulated():
@@ -65,9 +64,8 @@ def _simulated(function: Callable[..., None]) -> Callable[..., None]:
 
     kernel = cuda.jit(function)
 
-    def launch(grid: int, block: tuple[int, int], *arguments: int | float) -> None:
-        width = min(block[0], SIMULATED_THREADS)
-        kernel[1, (width, min(block[1], max(1, SIMULATED_THREADS // width)))](*arguments)
+    def launch(grid: int, block: tuple[int, int], shared: int, *arguments: Any) -> None:
+        kernel[grid, block, 0, shared](*arguments)
 
     return launch
 

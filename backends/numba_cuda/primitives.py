@@ -32,6 +32,11 @@ add, mul, div, fma, sqrt, exp2, log2 = (
     primitives.add, primitives.mul, primitives.div, primitives.fma, primitives.sqrt, primitives.exp2, primitives.log2,
 )  # fmt: skip
 
+address_of, shared_fetch, shared_fetch64, shared_fetch128 = (
+    primitives.address_of, primitives.shared_fetch, primitives.shared_fetch64, primitives.shared_fetch128,
+)  # fmt: skip
+shared_put, shared_put64, shared_put128 = primitives.shared_put, primitives.shared_put64, primitives.shared_put128
+
 
 def device(function):
     """A function that kernels call. The simulator runs it as it is, which is faster than through its own wrapper."""

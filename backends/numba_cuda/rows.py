@@ -105,6 +105,17 @@ def encoder(dtype):
     return half_of_float if dtype == "fp16" else bits_of
 
 
+def element_writer(dtype):
+    """A function that writes an fp32 to an element's address, as a dtype."""
+    encode, put = encoder(dtype), put32 if dtype == "fp32" else put16
+
+    @device
+    def write(address, x):
+        put(address, encode(x))
+
+    return write
+
+
 def octet_writer(dtype, aligned):
     """A function that writes eight fp32 as a dtype; see :func:`octet_reader`."""
     size = ELEMENT_BYTES[dtype]

@@ -77,3 +77,21 @@ def float_of_half(bits):
 
 def half_of_float(x):
     return int(np.float16(np.float32(x)).view(np.uint16))
+
+
+def address_of(array):
+    """Where a block's shared memory starts."""
+    return array.ctypes.data
+
+
+shared_fetch, shared_fetch64 = fetch_float, fetch64
+shared_put, shared_put64 = put_float, put64
+
+
+def shared_fetch128(address):
+    return tuple((ctypes.c_float * 4).from_address(address))
+
+
+def shared_put128(address, a, b, c, d):
+    for i, value in enumerate((a, b, c, d)):
+        put_float(address + 4 * i, value)
