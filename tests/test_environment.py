@@ -56,7 +56,7 @@ def test_case_25_import_and_use_on_a_cpu_are_light(tmp_path: Path) -> None:
     run(
         """
 import os, sys, threading, torch
-heavy = {"triton", "numba", "rich", "typer", "matplotlib", "transformers", "torchao"}
+heavy = {"triton", "numba", "llvmlite", "rich", "typer", "matplotlib", "transformers", "torchao"}
 modules, threads = set(sys.modules), threading.active_count()
 def light():
     new = set(sys.modules) - modules

@@ -7,7 +7,7 @@ from mxkv.backends.numba_cuda.tasks import Record
 
 
 def place_finder(record: Record):
-    """A function from a cache, a slot in range and the stride between blocks to the addresses of its values and scales."""
+    """A function from a cache, a slot in range and the blocks' stride to where its values and its scales stand."""
     block_size, value_stride = record.block_size, record.value_stride
     scale_offset, scale_stride = record.scale_offset, record.scale_stride
 

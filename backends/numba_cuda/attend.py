@@ -19,6 +19,7 @@ import math
 from numba import cuda, types
 
 from mxkv.backends.numba_cuda import codec
+from mxkv.backends.numba_cuda.config import VECTOR, Shared
 from mxkv.backends.numba_cuda.load import step_decoder
 from mxkv.backends.numba_cuda.primitives import (
     address_of,
@@ -50,7 +51,6 @@ LN2 = math.log(2.0)
 _BF16_MAX = 0x7F7F0000
 _MINUS_INFINITY = -0x800000
 _PAIR = 2
-_VECTOR = 4  # fp32 of an access
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,73 +92,6 @@ class AttendTask:
     @property
     def shared(self) -> Shared:
         return Shared(self.record.dim, self.threads, self.block_heads, self.block_rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """A block's shared memory: where its parts start, in bytes.
-
-    Attributes:
-        dim: Values of a row.
-        threads, block_heads, block_rows: Of a block.
-    """
-
-    dim: int
-    threads: int
-    block_heads: int
-    block_rows: int
-
-    @property
-    def parts(self) -> int:
-        """Into how many parts the dims of a logit are split."""
-        return self.threads * _VECTOR // (self.block_heads * self.block_rows)
-
-    @property
-    def padded(self) -> int:
-        return -(-self.dim // _VECTOR) * _VECTOR
-
-    @property
-    def row(self) -> int:
-        """From one row to the next; neighbouring rows stand in different banks."""
-        return 4 * (self.padded + _VECTOR)
-
-    @property
-    def keys(self) -> int:
-        return self.block_heads * self.row
-
-    @property
-    def partial(self) -> int:
-        """Logits [parts, HEADS, ROWS], not yet added up."""
-        return self.keys + self.block_rows * self.row
-
-    @property
-    def logits(self) -> int:
-        """[HEADS, ROWS]."""
-        return self.partial + 4 * self.parts * self.block_heads * self.block_rows
-
-    @property
-    def weights(self) -> int:
-        """[ROWS, HEADS]."""
-        return self.logits + 4 * self.block_heads * self.block_rows
-
-    @property
-    def tops(self) -> int:
-        """The largest logits so far, before a tile and after it, by turns [2, HEADS]."""
-        return self.weights + 4 * self.block_heads * self.block_rows
-
-    @property
-    def factors(self) -> int:
-        """What the sums so far are multiplied by [HEADS]."""
-        return self.tops + 8 * self.block_heads
-
-    @property
-    def places(self) -> int:
-        """Where a tile's rows stand, and the next one's, by turns: values and scales [2, ROWS, 2] int64."""
-        return -(-(self.factors + 4 * self.block_heads) // 16) * 16
-
-    @property
-    def bytes(self) -> int:
-        return self.places + 32 * self.block_rows
 
 
 @device
@@ -275,7 +208,7 @@ def _tile_loader(task: AttendTask):
 def _logit_summer(task: AttendTask):
     """A function by which a thread sums its part of 2 heads x 2 rows."""
     shared = task.shared
-    size, parts, vectors = shared.row, shared.parts, shared.padded // _VECTOR
+    size, parts, vectors = shared.row, shared.parts, shared.padded // VECTOR
     heads, rows = task.block_heads, task.block_rows
     half_heads, half_rows = heads // 2, rows // 2
 
@@ -315,9 +248,15 @@ def attend_kernel(task: AttendTask):
     """
     shared = task.shared
     heads, rows, threads, parts = task.block_heads, task.block_rows, task.threads, shared.parts
-    all_heads, head_blocks, value_dim, dim, size = task.heads, task.head_blocks, task.value_dim, task.record.dim, shared.row
+    all_heads, head_blocks, value_dim, dim, size = (
+        task.heads,
+        task.head_blocks,
+        task.value_dim,
+        task.record.dim,
+        shared.row,
+    )
     padded, columns = shared.padded, -(-value_dim // threads)
-    last_column = padded - 1
+    last_column, all_sums = padded - 1, heads * columns
     keys_at, partial_at, logits_at, weights_at = shared.keys, shared.partial, shared.logits, shared.weights
     tops_at, factors_at, places_at = shared.tops, shared.factors, shared.places
     scaled, sinked, whole, q_bytes = task.scaled, task.sinked, task.whole, ELEMENT_BYTES[task.dtype]
@@ -347,7 +286,7 @@ def attend_kernel(task: AttendTask):
 
     def kernel(q, cache, rows_of, result, lse, sink, cache_scale, scale, num_slots, block_stride, length, splits):
         memory = address_of(cuda.shared.array(0, types.float64))
-        accumulated = cuda.local.array(heads * columns, types.float32)
+        accumulated = cuda.local.array(all_sums, types.float32)
         thread = cuda.threadIdx.x
         block = i64(cuda.blockIdx.x)
         item = block // head_blocks
@@ -364,7 +303,7 @@ def attend_kernel(task: AttendTask):
             factor = fetch_float(cache_scale)
             scale = mul(scale, factor)
         load_queries(q, query, first_head, memory, thread)
-        for i in range(heads * columns):
+        for i in range(all_sums):
             accumulated[i] = 0
         total = float_of(0)
         if thread < heads:
@@ -455,7 +394,9 @@ def attend_kernel(task: AttendTask):
                     if lse != 0:
                         put_float(lse + 4 * (query * all_heads + head), mul(logarithm, LN2))
                 else:
-                    shared_put(memory + factors_at + 4 * thread, div(factor, total if total != 0 else float_of(0x3F800000)))
+                    shared_put(
+                        memory + factors_at + 4 * thread, div(factor, total if total != 0 else float_of(0x3F800000))
+                    )
                     put_float(lse + 4 * ((query * all_heads + head) * splits + split), logarithm)
         cuda.syncthreads()
         base = result[0] + query * result[1]

@@ -22,7 +22,9 @@ def probe(device: torch.device) -> Verdict:
             return YES
         return Verdict((f"NUMBA_ENABLE_CUDASIM=1 simulates on the CPU, not on {device}",))
     if device.type != "cuda":
-        return Verdict((f"Numba compiles for GPUs, not {device}",), "NUMBA_ENABLE_CUDASIM=1 simulates its kernels there")
+        return Verdict(
+            (f"Numba compiles for GPUs, not {device}",), "NUMBA_ENABLE_CUDASIM=1 simulates its kernels there"
+        )
     if torch.version.hip:
         return Verdict((f"it compiles for NVIDIA GPUs, and {device} is an AMD one",))
     if not torch.cuda.is_available():

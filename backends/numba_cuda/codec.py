@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mxkv.backends.numba_cuda.primitives import add, bits_of, device, div, fma, float_of, i32, mul, u32
+from mxkv.backends.numba_cuda.primitives import add, bits_of, device, div, float_of, fma, i32, mul, u32
 from mxkv.numerics import BF16_NAN, E4M3_NAN, E8M0_NAN, E8M0_ONE, float_bits
 
 MAGNITUDE = 0x7FFFFFFF
@@ -32,7 +32,7 @@ def sanitized(x, limit):
 
 @device
 def larger(x, largest):
-    """The larger of twice a magnitude's bits and ``largest``, unsigned: as integers NaN and infinity are the largest."""
+    """The larger of twice a magnitude's bits and ``largest``, unsigned: as integers, NaN and infinity are most."""
     return max(u32(bits_of(x) << 1), largest)
 
 

@@ -8,6 +8,7 @@ from mxkv import settings
 from mxkv.contracts import AttendSpec
 from mxkv.devices import Target
 
+VECTOR = 4  # fp32 of an access to shared memory
 SIMULATED_THREADS = 4  # the simulator runs a Python thread for each
 
 
@@ -51,12 +52,13 @@ class AttendConfig:
 
 
 _SIMULATED = AttendConfig(SIMULATED_THREADS, 4, 4, 1)
+_MOST_SHARED = 99 << 10  # of compute capability 8.6; two blocks are to fit where there is more
 _LEAST_TILES = 2  # of a split
 
 
 def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
     """Every configuration that is worth trying and fits a block's shared memory; the best guess comes first."""
-    if target.vendor == "cpu":
+    if settings.numba_simulated():
         return (_SIMULATED, AttendConfig(2, 2, 4, 2))
     heads = 2
     while heads < min(spec.heads, 16):
@@ -72,9 +74,8 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
 
 def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
     """Whether a block's shared memory holds its tiles."""
-    from mxkv.backends.numba_cuda.attend import Shared
-
-    return Shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows).bytes <= target.shared_memory
+    shared = Shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows)
+    return shared.bytes <= min(target.shared_memory, _MOST_SHARED)
 
 
 def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:
@@ -86,3 +87,70 @@ def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, c
         return 1
     share = -(-tiles // wanted)
     return -(-tiles // share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A block's shared memory: where its parts start, in bytes.
+
+    Attributes:
+        dim: Values of a row.
+        threads, block_heads, block_rows: Of a block.
+    """
+
+    dim: int
+    threads: int
+    block_heads: int
+    block_rows: int
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the dims of a logit are split."""
+        return self.threads * VECTOR // (self.block_heads * self.block_rows)
+
+    @property
+    def padded(self) -> int:
+        return -(-self.dim // VECTOR) * VECTOR
+
+    @property
+    def row(self) -> int:
+        """From one row to the next; neighbouring rows stand in different banks."""
+        return 4 * (self.padded + VECTOR)
+
+    @property
+    def keys(self) -> int:
+        return self.block_heads * self.row
+
+    @property
+    def partial(self) -> int:
+        """Logits [parts, HEADS, ROWS], not yet added up."""
+        return self.keys + self.block_rows * self.row
+
+    @property
+    def logits(self) -> int:
+        """[HEADS, ROWS]."""
+        return self.partial + 4 * self.parts * self.block_heads * self.block_rows
+
+    @property
+    def weights(self) -> int:
+        """[ROWS, HEADS]."""
+        return self.logits + 4 * self.block_heads * self.block_rows
+
+    @property
+    def tops(self) -> int:
+        """The largest logits so far, before a tile and after it, by turns [2, HEADS]."""
+        return self.weights + 4 * self.block_heads * self.block_rows
+
+    @property
+    def factors(self) -> int:
+        """What the sums so far are multiplied by [HEADS]."""
+        return self.tops + 8 * self.block_heads
+
+    @property
+    def places(self) -> int:
+        """Where a tile's rows stand, and the next one's, by turns: values and scales [2, ROWS, 2] int64."""
+        return -(-(self.factors + 4 * self.block_heads) // 16) * 16
+
+    @property
+    def bytes(self) -> int:
+        return self.places + 32 * self.block_rows

@@ -17,8 +17,10 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
 _GLOBAL, _SHARED = 1, 3  # address spaces
 
+
 def _pointer(builder, address, kind):
     return builder.inttoptr(address, ir.PointerType(kind, _GLOBAL))
+
 
 def _load(builder, address, kind, align):
     """A read of what no thread writes: the compiler may keep it, or do it once for two."""
@@ -26,6 +28,7 @@ def _load(builder, address, kind, align):
     value.align = align
     value.set_metadata("invariant.load", builder.module.add_metadata([]))
     return value
+
 
 def _fetch(kind, result, align, widen=None):
     @intrinsic
@@ -37,6 +40,7 @@ def _fetch(kind, result, align, widen=None):
         return result(types.int64), generate
 
     return fetch
+
 
 def _put(kind, value_type, align, narrow=False):
     @intrinsic
@@ -50,12 +54,14 @@ def _put(kind, value_type, align, narrow=False):
 
     return put
 
+
 fetch8, fetch16 = _fetch(_I8, types.int32, 1, _I32), _fetch(_I16, types.int32, 2, _I32)
 fetch32, fetch64 = _fetch(_I32, types.int32, 4), _fetch(_I64, types.int64, 8)
 fetch_float = _fetch(_FLOAT, types.float32, 4)
 put8, put16 = _put(_I8, types.int32, 1, True), _put(_I16, types.int32, 2, True)
 put32, put64 = _put(_I32, types.int32, 4), _put(_I64, types.int64, 8)
 put_float = _put(_FLOAT, types.float32, 4)
+
 
 @intrinsic
 def fetch128(typing, address):
@@ -68,6 +74,7 @@ def fetch128(typing, address):
 
     return types.UniTuple(types.int32, 4)(types.int64), generate
 
+
 @intrinsic
 def put128(typing, address, a, b, c, d):
     def generate(context, builder, signature, arguments):
@@ -79,6 +86,7 @@ def put128(typing, address, a, b, c, d):
 
     return types.void(types.int64, types.int32, types.int32, types.int32, types.int32), generate
 
+
 def _cast(result):
     @intrinsic
     def cast(typing, x):
@@ -86,15 +94,19 @@ def _cast(result):
 
     return cast
 
+
 i32, u32, i64 = _cast(types.int32), _cast(types.uint32), _cast(types.int64)
+
 
 @intrinsic
 def bits_of(typing, x):
     return types.int32(types.float32), lambda context, builder, signature, a: builder.bitcast(a[0], _I32)
 
+
 @intrinsic
 def float_of(typing, bits):
     return types.float32(types.int32), lambda context, builder, signature, a: builder.bitcast(a[0], _FLOAT)
+
 
 def _arithmetic(name, count):
     """A function of ``count`` fp32 numbers that LLVM has under a name."""
@@ -121,9 +133,11 @@ def _arithmetic(name, count):
 
     return compute
 
+
 add, mul, div = (_arithmetic(name, 2) for name in ("add.rn.f", "mul.rn.f", "div.rn.f"))
 fma, sqrt = _arithmetic("fma.rn.f", 3), _arithmetic("sqrt.rn.f", 1)
 exp2, log2 = _arithmetic("ex2.approx.f", 1), _arithmetic("lg2.approx.f", 1)
+
 
 @intrinsic
 def float_of_half(typing, bits):
@@ -132,6 +146,7 @@ def float_of_half(typing, bits):
         return builder.fpext(half, _FLOAT)
 
     return types.float32(types.int32), generate
+
 
 @intrinsic
 def half_of_float(typing, x):

@@ -6,6 +6,7 @@ simulator it is not compiled: each of its threads is one of Python's, over the C
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -16,6 +17,8 @@ from mxkv.autotune_cache.choice import Choice
 from mxkv.contracts import Spec, Tunable
 
 NAME = "numba"  # the backend's, in its keys
+
+_SIMULATED_SLICE_S = 5e-6  # the simulator polls its threads, each time for as long as the interpreter lets it
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -36,7 +39,7 @@ class Launch:
         self.kernels: dict[Hashable, Any] = {}
 
     def kernel(self, task: Any, factory: Callable[[Any], Callable[..., None]], arguments: str) -> Any:
-        """What launches a task's kernel: ``(grid, block, shared bytes, *arguments)``, compiled for the spec's device."""
+        """What launches a task's kernel on the spec's device: ``(grid, block, shared bytes, *arguments)``."""
         found = self.kernels.get(task)
         if found is None:
             found = self.kernels[task] = kernel_of(task, factory, arguments, self.spec.device)
@@ -65,7 +68,12 @@ def _simulated(function: Callable[..., None]) -> Callable[..., None]:
     kernel = cuda.jit(function)
 
     def launch(grid: int, block: tuple[int, int], shared: int, *arguments: Any) -> None:
-        kernel[grid, block, 0, shared](*arguments)
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SIMULATED_SLICE_S)
+        try:
+            kernel[grid, block, 0, shared](*arguments)
+        finally:
+            sys.setswitchinterval(before)
 
     return launch
 

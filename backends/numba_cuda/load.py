@@ -52,7 +52,7 @@ def step_decoder(record: Record, tensor_scaled: bool):
     The body's also takes the factor of a scale for the whole cache. The first two give a tuple of fp32.
     """
     element, alignment, step = record.element, record.alignment, record.step
-    group, body, body_bytes, bits = record.group, record.body, record.body_bytes, record.bits
+    group, body, body_bytes = record.group, record.body, record.body_bytes
     grouped, e8m0 = record.grouped, record.scale == "e8m0"
     fetch_word = word_fetcher(alignment)
     decode_scale = codec.decode_e8m0 if e8m0 else codec.decode_e4m3

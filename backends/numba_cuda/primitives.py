@@ -6,16 +6,15 @@ primitive is an LLVM intrinsic (:mod:`.intrinsics`) and, for Numba's simulator, 
 
 from __future__ import annotations
 
+import importlib
+
 from numba import cuda
 
 from mxkv import settings
 
 SIMULATED = settings.numba_simulated()
 
-if SIMULATED:
-    from mxkv.backends.numba_cuda import simulated as primitives
-else:
-    from mxkv.backends.numba_cuda import intrinsics as primitives
+primitives = importlib.import_module(f"{__package__}.{'simulated' if SIMULATED else 'intrinsics'}")
 
 fetch8, fetch16, fetch32, fetch64, fetch128, fetch_float = (
     primitives.fetch8, primitives.fetch16, primitives.fetch32, primitives.fetch64, primitives.fetch128,

@@ -43,8 +43,8 @@ from mxkv.backends.numba_cuda.rows import (
     word_putter,
 )
 from mxkv.backends.numba_cuda.tasks import StoreTask
-from mxkv.numerics import E4M3_NAN, float_bits, scale_nan
 from mxkv.formats import Scale
+from mxkv.numerics import E4M3_NAN, float_bits, scale_nan
 
 _BF16_MAX = 0x7F7F0000
 _PAIR = 2
@@ -96,10 +96,10 @@ def _step_reader(task: StoreTask, limit: int):
 
 
 def _group_scale(task: StoreTask):
-    """A function from twice the bits of a group's largest magnitude to its scale byte, and to what a value's code is of.
+    """A function from twice the bits of a group's largest magnitude to its scale byte, its factor, and if it is lost.
 
-    That is the reciprocal of an E8M0 scale, exact, and an E4M3 scale itself. A group that holds what its record cannot
-    is taken as zeros.
+    The factor is the reciprocal of an E8M0 scale, exact, or an E4M3 scale itself, to divide by. A lost group, one that
+    holds what its record cannot, is taken as zeros.
     """
     limit, floor, sanitize = task.limit, task.amax_floor, task.sanitize
     e8m0 = task.record.scale == "e8m0"
