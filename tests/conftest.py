@@ -16,6 +16,7 @@ from mxkv import settings as mxkv_settings
 from tests.support import Ops
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+MOST_SIMULATED = 4
 SIMULATE = mxkv_settings.numba_simulated()
 
 settings.register_profile(
@@ -30,6 +31,31 @@ settings.load_profile("mxkv")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tests run side by side; shapes are small
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="under Numba's simulator, too, every case of every test")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Numba's simulator runs a thread of Python for each of a GPU's: of a test's many cases it takes a few."""
+    if not SIMULATE or config.getoption("--all-cases"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("numba"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept = {item for of_test in cases.values() for item in _spread(of_test, MOST_SIMULATED)}
+    left_out = [item for of_test in cases.values() for item in of_test if item not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _spread(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """At most so many, from all over a list, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
 
 
 def _ops(backend: str, device: torch.device) -> Ops:

@@ -265,18 +265,18 @@ def attend_kernel(task: AttendTask):
     load_tile, sum_logits = _tile_loader(task), _logit_summer(task)
     out_dtype = task.dtype if whole else "fp32"
     out_bytes, write = ELEMENT_BYTES[out_dtype], element_writer(out_dtype)
-    out_columns = -(-padded // threads)
 
     @device
     def load_queries(q, query, first_head, shared_at, thread):
-        for head in range(heads):
-            for column in range(out_columns):
-                at = thread + column * threads
-                if at < padded:
-                    x = float_of(0)
-                    if first_head + head < all_heads and at < dim:
-                        x = read_query(q[0] + query * q[1] + (first_head + head) * q[2] + at * q_bytes)
-                    shared_put(shared_at + head * size + 4 * at, x)
+        item = i32(thread)
+        while item < heads * padded:
+            head = item // padded
+            at = item - head * padded
+            x = float_of(0)
+            if first_head + head < all_heads and at < dim:
+                x = read_query(q[0] + query * q[1] + (first_head + head) * q[2] + at * q_bytes)
+            shared_put(shared_at + head * size + 4 * at, x)
+            item = i32(item + threads)
 
     @device
     def divisor_of(top, total, sink, head):

@@ -16,7 +16,7 @@ from mxkv.backends.numba_cuda.launch import Launch, address
 from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, record_of
 from mxkv.contracts import MOST_SPLITS, YES, AttendSpec, Tunable, Verdict
 
-_ATTEND_ARGUMENTS, _REDUCE_ARGUMENTS = "3i53iiifiiii", "ii3iii"
+ATTEND_ARGUMENTS, REDUCE_ARGUMENTS = "3i53iiifiiii", "ii3iii"
 
 
 def supports(spec: AttendSpec) -> Verdict:
@@ -64,9 +64,9 @@ class AttendLaunch(Launch):
         """Compile for tensors at aligned addresses and 32-bit indices, one split and several, and launch nothing."""
         bounds_bytes = 0 if self.spec.selection == "dense" else 4
         for whole in (True, False):
-            task = _task(self.spec, 0, 4, bounds_bytes, whole, config)
-            self.kernel(task, attend_kernel, _ATTEND_ARGUMENTS)
-        self.kernel((task, "reduce"), _reduce, _REDUCE_ARGUMENTS)
+            task = attend_task(self.spec, 0, 4, bounds_bytes, whole, config)
+            self.kernel(task, attend_kernel, ATTEND_ARGUMENTS)
+        self.kernel((task, "reduce"), _reduce, REDUCE_ARGUMENTS)
 
     def __call__(
         self,
@@ -90,7 +90,7 @@ class AttendLaunch(Launch):
         splits = self.splits(queries, rows, num_splits, config)
         partial = None if splits == 1 else self.partials(queries, splits, workspace)
         cache_at, index_bytes = cache.data_ptr(), rows.element_size()
-        task = _task(
+        task = attend_task(
             spec, cache_at % WIDEST, index_bytes, 0 if bounds is None else bounds.element_size(), splits == 1, config
         )
         stride, step = (0, rows.stride(0)) if spec.selection == "ragged" else rows.stride()
@@ -102,13 +102,13 @@ class AttendLaunch(Launch):
             each_head = 4 * splits * spec.value_dim
             result = (partial.data_ptr(), each_head * spec.heads, each_head)
             logs = partial.data_ptr() + each_head * spec.heads * queries
-        self.kernel(task, attend_kernel, _ATTEND_ARGUMENTS)(
+        self.kernel(task, attend_kernel, ATTEND_ARGUMENTS)(
             queries * splits * task.head_blocks, (config.threads, 1), task.shared.bytes,
             _heads(q), cache_at, selected, result, logs, address(sink), address(cache_scale),
             scale / math.log(2), self.num_slots, self.block_stride, length, splits,
         )  # fmt: skip
         if partial is not None:
-            self.kernel((task, "reduce"), _reduce, _REDUCE_ARGUMENTS)(
+            self.kernel((task, "reduce"), _reduce, REDUCE_ARGUMENTS)(
                 queries * spec.heads, (config.threads, 1), 0,
                 partial.data_ptr(), logs, heads_out, address(lse), address(sink), splits,
             )  # fmt: skip
@@ -137,7 +137,7 @@ def _reduce(kind: tuple[AttendTask, str]) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _task(
+def attend_task(
     spec: AttendSpec, cache_at: int, index_bytes: int, bounds_bytes: int, whole: bool, config: AttendConfig
 ) -> AttendTask:
     """An attention kernel's constants; see :class:`AttendTask`."""

@@ -16,7 +16,7 @@ from mxkv.backends.numba_cuda.store import store_kernel, store_lines
 from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, LoadTask, StoreTask, load_task, store_task
 from mxkv.contracts import LoadSpec, Spec, StoreSpec, Tunable
 
-_STORE_ARGUMENTS, _LOAD_ARGUMENTS = "i" * 14, "i" * 9
+STORE_ARGUMENTS, LOAD_ARGUMENTS = "i" * 14, "i" * 9
 
 
 def blocks(tokens: int, each: int) -> int:
@@ -53,7 +53,7 @@ class StoreLaunch(Launch):
             0 if positions is None else positions.element_size(), "" if cos_sin is None else DTYPES[cos_sin.dtype],
         )  # fmt: skip
         block = config.block(store_lines(task))
-        self.kernel(task, store_kernel, _STORE_ARGUMENTS)(
+        self.kernel(task, store_kernel, STORE_ARGUMENTS)(
             blocks(tokens, block[1]), block, 0,
             cache_at, latent_at, slots.data_ptr(), address(positions), address(cos_sin), address(cache_scale),
             tokens, self.num_slots, 0 if cos_sin is None else cos_sin.shape[0], self.block_stride, latent_stride,
@@ -69,7 +69,7 @@ class StoreLaunch(Launch):
         spec = self.spec
         aligned = spec.latent_dim * spec.latent_dtype.itemsize % WIDEST == 0
         task = self.task(0, aligned, 8, 8 * spec.positioned, "fp32" if spec.rotate else "")
-        self.kernel(task, store_kernel, _STORE_ARGUMENTS)
+        self.kernel(task, store_kernel, STORE_ARGUMENTS)
 
 
 class LoadLaunch(Launch):
@@ -95,7 +95,7 @@ class LoadLaunch(Launch):
         aligned = out_at % WIDEST == 0 and out_stride % WIDEST == 0
         task = self.task(cache_at % WIDEST, aligned, slots.element_size())
         block = config.block(load_lines(task))
-        self.kernel(task, load_kernel, _LOAD_ARGUMENTS)(
+        self.kernel(task, load_kernel, LOAD_ARGUMENTS)(
             blocks(tokens, block[1]), block, 0,
             cache_at, slots.data_ptr(), out_at, address(cache_scale),
             tokens, self.num_slots, self.block_stride, _stride(slots), out_stride,
@@ -108,7 +108,7 @@ class LoadLaunch(Launch):
     def compile(self, config: LaunchConfig) -> None:
         """Compile for contiguous tensors at aligned addresses, and launch nothing."""
         aligned = self.spec.latent_dim * self.spec.out_dtype.itemsize % WIDEST == 0
-        self.kernel(self.task(0, aligned, 8), load_kernel, _LOAD_ARGUMENTS)
+        self.kernel(self.task(0, aligned, 8), load_kernel, LOAD_ARGUMENTS)
 
 
 _store_task = functools.lru_cache(maxsize=4096)(store_task)

@@ -84,7 +84,7 @@ def sqrt(x):
 
 
 def exp2(x):
-    return rounded(2.0 ** max(x, -1000.0)) if x == x else x
+    return rounded(2.0 ** min(max(x, -1000.0), 1000.0)) if x == x else x
 
 
 def log2(x):
