@@ -16,7 +16,7 @@ from mxkv import settings as mxkv_settings
 from tests.support import Ops
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-MOST_SIMULATED = 4
+MOST_SIMULATED = 3
 SIMULATE = mxkv_settings.numba_simulated()
 
 settings.register_profile(

@@ -308,10 +308,11 @@ def attend_kernel(task: AttendTask):
         total = float_of(0)
         if thread < heads:
             shared_put(memory + tops_at + 4 * thread, float_of(_MINUS_INFINITY))
-        if dim < padded:  # what a vector reads behind a row
+        column = i32(dim + thread)
+        while column < padded:  # what a vector reads behind a row
             for row in range(rows):
-                if thread < padded - dim:
-                    shared_put(memory + keys_at + row * size + 4 * (dim + thread), float_of(0))
+                shared_put(memory + keys_at + row * size + 4 * column, float_of(0))
+            column = i32(column + threads)
         turn = i32(0)
         for i in range(-(-rows // threads)):
             row = thread + i * threads

@@ -27,6 +27,7 @@ _lock = threading.RLock()
 _HEADER = "// mxkv "
 _LARGEST = 1 << 24  # bytes of a file; real ones have some ten thousand
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)")
+_ENVIRONMENT = re.compile(r"^\.common \.global \.align \d+ \.u64 _ZN08NumbaEnv[\w$]+;\n", re.MULTILINE)  # never read
 _VERSION = re.compile(r"^\.version\s+(\d+)\.(\d+)", re.MULTILINE)
 _SHARED = re.compile(r"(\.extern\s+\.shared\s+\.align\s+)\d+")
 # From a capability on: the PTX that first had it.
@@ -176,7 +177,9 @@ def compile_ptx(function: Callable[..., None], arguments: str, capability: tuple
     )
     with _lock, _compiling_for(capability):
         ptx: str = cuda.compile_ptx(function, signature, cc=capability)[0]
-    return _SHARED.sub(r"\g<1>16", _VERSION.sub(functools.partial(_older, capability), ptx))
+    ptx = _SHARED.sub(r"\g<1>16", _VERSION.sub(functools.partial(_older, capability), ptx))
+    # Numba's names count what was compiled before; ours are what a profiler shows.
+    return _ENVIRONMENT.sub("", ptx).replace(entry_of(ptx), function.__qualname__.split(".")[0])
 
 
 def _older(capability: tuple[int, int], version: re.Match[str]) -> str:

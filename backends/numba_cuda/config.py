@@ -39,7 +39,7 @@ class AttendConfig:
     """How an attention kernel is launched.
 
     Attributes:
-        threads: Of a block: block_heads * block_rows / 4, times a power of two.
+        threads: Of a block: block_heads * block_rows / 4, times a power of two, and not fewer than block_heads.
         block_heads: Heads of a block, a power of two of at least 2.
         block_rows: Rows of a tile, a power of two of at least 2.
         blocks_per_unit: How many blocks a multiprocessor is to have: a query's rows are split where there are fewer.
@@ -51,7 +51,7 @@ class AttendConfig:
     blocks_per_unit: int
 
 
-_SIMULATED = AttendConfig(2, 4, 2, 1)
+_SIMULATED = AttendConfig(SIMULATED_THREADS, 4, 4, 1)
 _MOST_SHARED = 99 << 10  # of compute capability 8.6; two blocks are to fit where there is more
 _LEAST_TILES = 2  # of a split
 
@@ -59,7 +59,7 @@ _LEAST_TILES = 2  # of a split
 def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
     """Every configuration that is worth trying and fits a block's shared memory; the best guess comes first."""
     if settings.numba_simulated():
-        return (_SIMULATED, AttendConfig(SIMULATED_THREADS, 2, 4, 2))
+        return (_SIMULATED, AttendConfig(2, 2, 4, 2))
     heads = 2
     while heads < min(spec.heads, 16):
         heads *= 2
