@@ -12,7 +12,7 @@ from mxkv import devices
 from mxkv.backends.numba_cuda import compiler
 from mxkv.backends.numba_cuda.attend import AttendTask, attend_kernel, reduce_kernel
 from mxkv.backends.numba_cuda.config import AttendConfig, attend_configurations, splits_of
-from mxkv.backends.numba_cuda.launch import Launch, address
+from mxkv.backends.numba_cuda.launch import Launch, address, kernel_of
 from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, record_of
 from mxkv.contracts import MOST_SPLITS, YES, AttendSpec, Tunable, Verdict
 
@@ -64,9 +64,7 @@ class AttendLaunch(Launch):
         """Compile for tensors at aligned addresses and 32-bit indices, one split and several, and launch nothing."""
         bounds_bytes = 0 if self.spec.selection == "dense" else 4
         for whole in (True, False):
-            task = attend_task(self.spec, 0, 4, bounds_bytes, whole, config)
-            self.kernel(task, attend_kernel, ATTEND_ARGUMENTS)
-        self.kernel((task, "reduce"), _reduce, REDUCE_ARGUMENTS)
+            self.kernel(0, 4, bounds_bytes, whole, config)
 
     def __call__(
         self,
@@ -90,8 +88,8 @@ class AttendLaunch(Launch):
         splits = self.splits(queries, rows, num_splits, config)
         partial = None if splits == 1 else self.partials(queries, splits, workspace)
         cache_at, index_bytes = cache.data_ptr(), rows.element_size()
-        task = attend_task(
-            spec, cache_at % WIDEST, index_bytes, 0 if bounds is None else bounds.element_size(), splits == 1, config
+        run, merge, head_blocks, shared = self.kernel(
+            cache_at % WIDEST, index_bytes, 0 if bounds is None else bounds.element_size(), splits == 1, config
         )
         stride, step = (0, rows.stride(0)) if spec.selection == "ragged" else rows.stride()
         bounds_step = 0 if bounds is None else bounds.stride(0) * bounds.element_size()
@@ -102,16 +100,27 @@ class AttendLaunch(Launch):
             each_head = 4 * splits * spec.value_dim
             result = (partial.data_ptr(), each_head * spec.heads, each_head)
             logs = partial.data_ptr() + each_head * spec.heads * queries
-        self.kernel(task, attend_kernel, ATTEND_ARGUMENTS)(
-            queries * splits * task.head_blocks, (config.threads, 1), task.shared.bytes,
+        run(
+            queries * splits * head_blocks, (config.threads, 1), shared,
             _heads(q), cache_at, selected, result, logs, address(sink), address(cache_scale),
             scale / math.log(2), self.num_slots, self.block_stride, length, splits,
         )  # fmt: skip
         if partial is not None:
-            self.kernel((task, "reduce"), _reduce, REDUCE_ARGUMENTS)(
+            merge(
                 queries * spec.heads, (config.threads, 1), 0,
                 partial.data_ptr(), logs, heads_out, address(lse), address(sink), splits,
             )  # fmt: skip
+
+    def kernel(self, *kind: Any) -> tuple[Any, Any, int, int]:
+        """What launches the kernel for tensors of a kind (see :func:`attend_task`), and the one that merges its splits
+        if there are several; how many blocks a query's heads take, and the shared memory of one."""
+        found = self.kernels.get(kind)
+        if found is None:
+            task, device = attend_task(self.spec, *kind), self.spec.device
+            run = kernel_of(task, attend_kernel, ATTEND_ARGUMENTS, device)
+            merge = None if task.whole else kernel_of(task, reduce_kernel, REDUCE_ARGUMENTS, device)
+            found = self.kernels[kind] = run, merge, task.head_blocks, task.shared.bytes
+        return found
 
     def partials(self, queries: int, splits: int, workspace: torch.Tensor | None) -> torch.Tensor:
         """Memory for sums [queries, heads, splits, value_dim] and, behind them, logarithms [queries, heads, splits]."""
@@ -132,11 +141,6 @@ def _heads(rows: torch.Tensor) -> tuple[int, int, int]:
     return rows.data_ptr(), rows.stride(0) * size, rows.stride(1) * size
 
 
-def _reduce(kind: tuple[AttendTask, str]) -> Any:
-    return reduce_kernel(kind[0])
-
-
-@functools.lru_cache(maxsize=4096)
 def attend_task(
     spec: AttendSpec, cache_at: int, index_bytes: int, bounds_bytes: int, whole: bool, config: AttendConfig
 ) -> AttendTask:

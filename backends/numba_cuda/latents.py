@@ -10,10 +10,10 @@ import torch
 from mxkv import devices, settings
 from mxkv.backends.numba_cuda import compiler
 from mxkv.backends.numba_cuda.config import LaunchConfig, configurations
-from mxkv.backends.numba_cuda.launch import KERNEL_DTYPES, Launch, address
+from mxkv.backends.numba_cuda.launch import KERNEL_DTYPES, Launch, address, kernel_of
 from mxkv.backends.numba_cuda.load import load_kernel, load_lines
 from mxkv.backends.numba_cuda.store import store_kernel, store_lines
-from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, LoadTask, StoreTask, load_task, store_task
+from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, load_task, store_task
 from mxkv.contracts import LoadSpec, Spec, StoreSpec, Tunable
 
 STORE_ARGUMENTS, LOAD_ARGUMENTS = "i" * 14, "i" * 9
@@ -48,28 +48,32 @@ class StoreLaunch(Launch):
         config = config or self.choose(tokens)
         latent_stride = latent.stride(0) * element_size
         latent_at, cache_at = latent.data_ptr(), cache.data_ptr()
-        task = self.task(
+        run, lines = self.kernel(
             cache_at % WIDEST, latent_at % WIDEST == 0 and latent_stride % WIDEST == 0, slots.element_size(),
             0 if positions is None else positions.element_size(), "" if cos_sin is None else DTYPES[cos_sin.dtype],
         )  # fmt: skip
-        block = config.block(store_lines(task))
-        self.kernel(task, store_kernel, STORE_ARGUMENTS)(
+        block = config.block(lines)
+        run(
             blocks(tokens, block[1]), block, 0,
             cache_at, latent_at, slots.data_ptr(), address(positions), address(cos_sin), address(cache_scale),
             tokens, self.num_slots, 0 if cos_sin is None else cos_sin.shape[0], self.block_stride, latent_stride,
             _stride(slots), _stride(positions), _stride(cos_sin),
         )  # fmt: skip
 
-    def task(self, cache_at: int, aligned: bool, index_bytes: int, position_bytes: int, table: str) -> StoreTask:
-        """The kernel's constants; see :func:`store_task`."""
-        return _store_task(self.spec, cache_at, aligned, index_bytes, position_bytes, table)
+    def kernel(self, *kind: Any) -> tuple[Any, int]:
+        """What launches the kernel for tensors of a kind (see :func:`store_task`), and the lines of a row."""
+        found = self.kernels.get(kind)
+        if found is None:
+            task = store_task(self.spec, *kind)
+            found = kernel_of(task, store_kernel, STORE_ARGUMENTS, self.spec.device), store_lines(task)
+            self.kernels[kind] = found
+        return found
 
     def compile(self, config: LaunchConfig) -> None:
         """Compile for contiguous tensors at aligned addresses, and launch nothing."""
         spec = self.spec
         aligned = spec.latent_dim * spec.latent_dtype.itemsize % WIDEST == 0
-        task = self.task(0, aligned, 8, 8 * spec.positioned, "fp32" if spec.rotate else "")
-        self.kernel(task, store_kernel, STORE_ARGUMENTS)
+        self.kernel(0, aligned, 8, 8 * spec.positioned, "fp32" if spec.rotate else "")
 
 
 class LoadLaunch(Launch):
@@ -93,26 +97,28 @@ class LoadLaunch(Launch):
         out_stride = out.stride(0) * out.element_size()
         out_at, cache_at = out.data_ptr(), cache.data_ptr()
         aligned = out_at % WIDEST == 0 and out_stride % WIDEST == 0
-        task = self.task(cache_at % WIDEST, aligned, slots.element_size())
-        block = config.block(load_lines(task))
-        self.kernel(task, load_kernel, LOAD_ARGUMENTS)(
+        run, lines = self.kernel(cache_at % WIDEST, aligned, slots.element_size())
+        block = config.block(lines)
+        run(
             blocks(tokens, block[1]), block, 0,
             cache_at, slots.data_ptr(), out_at, address(cache_scale),
             tokens, self.num_slots, self.block_stride, _stride(slots), out_stride,
         )  # fmt: skip
 
-    def task(self, cache_at: int, aligned: bool, index_bytes: int) -> LoadTask:
-        """The kernel's constants; see :func:`load_task`."""
-        return _load_task(self.spec, cache_at, aligned, index_bytes)
+    def kernel(self, *kind: Any) -> tuple[Any, int]:
+        """What launches the kernel for tensors of a kind (see :func:`load_task`), and the steps of a row."""
+        found = self.kernels.get(kind)
+        if found is None:
+            task = load_task(self.spec, *kind)
+            found = self.kernels[kind] = (
+                kernel_of(task, load_kernel, LOAD_ARGUMENTS, self.spec.device),
+                load_lines(task),
+            )
+        return found
 
     def compile(self, config: LaunchConfig) -> None:
         """Compile for contiguous tensors at aligned addresses, and launch nothing."""
-        aligned = self.spec.latent_dim * self.spec.out_dtype.itemsize % WIDEST == 0
-        self.kernel(self.task(0, aligned, 8), load_kernel, LOAD_ARGUMENTS)
-
-
-_store_task = functools.lru_cache(maxsize=4096)(store_task)
-_load_task = functools.lru_cache(maxsize=4096)(load_task)
+        self.kernel(0, self.spec.latent_dim * self.spec.out_dtype.itemsize % WIDEST == 0, 8)
 
 
 def _stride(tensor: torch.Tensor | None) -> int:

@@ -36,14 +36,7 @@ class Launch:
         self.choose = Choice(spec, NAME, tunable)
         self.num_slots = spec.layout.num_slots
         self.block_stride = spec.layout.block_stride * spec.format.cache_dtype.itemsize
-        self.kernels: dict[Hashable, Any] = {}
-
-    def kernel(self, task: Any, factory: Callable[[Any], Callable[..., None]], arguments: str) -> Any:
-        """What launches a task's kernel on the spec's device: ``(grid, block, shared bytes, *arguments)``."""
-        found = self.kernels.get(task)
-        if found is None:
-            found = self.kernels[task] = kernel_of(task, factory, arguments, self.spec.device)
-        return found
+        self.kernels: dict[Hashable, Any] = {}  # by what of the tensors they are compiled for
 
 
 def kernel_of(task: Any, factory: Callable[[Any], Callable[..., None]], arguments: str, device: torch.device) -> Any:

@@ -211,7 +211,7 @@ def test_what_the_driver_refuses_is_said(driver: Driver, monkeypatch: pytest.Mon
 def test_a_real_call_reaches_the_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store as it is on a GPU, but for the driver: its kernel compiles, its arguments are those of the tensors."""
     from mxkv import checks
-    from mxkv.backends.numba_cuda import latents, launch
+    from mxkv.backends.numba_cuda import latents
 
     cache, rows = mxkv.empty_cache("mxfp4", 2, 4, 512), torch.zeros(3, 512, dtype=torch.bfloat16)
     slots = torch.zeros(3, dtype=torch.int32)
@@ -221,7 +221,7 @@ def test_a_real_call_reaches_the_driver(driver: Driver, monkeypatch: pytest.Monk
         assert len(arguments) == 14
         return lambda *values: seen.append((task, values))
 
-    monkeypatch.setattr(launch, "kernel_of", launcher)
+    monkeypatch.setattr(latents, "kernel_of", launcher)
     spec = checks.store_spec(cache, rows, slots, "mxfp4", None, None, 1, None, "propagate")
     latents.StoreLaunch(spec)(cache, rows, slots, None, None, None)
     ((task, values),) = seen
