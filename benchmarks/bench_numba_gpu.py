@@ -10,8 +10,11 @@ buffers larger than twice the L2, medians. Also shown: what compiling took (cold
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import dataclasses
 import functools
 import json
+import multiprocessing
 import statistics
 import time
 from pathlib import Path
@@ -48,26 +51,37 @@ ATTENDS = tuple(
     for queries, heads in ((8, 16), (64, 16), (256, 16), (64, 64))
     for name in ("mxfp4", "bf16", "dsv4")
 )
+OPERATIONS = ("store", "load")
 MOST_TIMES_TRITON = 6.0
 SAMPLES = 9
 
 
-def check() -> list[str]:
-    """What differs from the torch backend: calls of every format, and attentions of many kinds."""
-    wrong = [
-        f"{shape.name}: other bytes"
-        for name in mxkv.FORMATS
-        for operation in ("store", "load")
-        for shape in (rows.Shape(operation, name, 1 << 12, rope=operation == "store"),)
-        if not rows.is_right(shape, functools.partial(rows.Buffers.run, backend="numba"))
+def check(workers: int) -> list[str]:
+    """What differs from the torch backend, in every kind of call that is timed and more; compiles, in processes."""
+    formats = list(mxkv.FORMATS)
+    todo: list[rows.Shape | attends.Shape] = [
+        *(dataclasses.replace(shape, tokens=4096) for shape in ROWS),
+        *(rows.Shape(operation, name, 4096, rope=operation == "store") for name in formats for operation in OPERATIONS),
+        *(dataclasses.replace(shape, queries=5, topk=300, pool=1 << 14) for shape in ATTENDS),
+        *(attends.Shape(5, heads, name, 300, 1 << 14) for name in formats for heads in (1, 40)),
     ]
-    with mxkv.use_backend("numba"):
-        for shape in (attends.Shape(5, heads, name, 300) for heads in (1, 16, 40) for name in attends.FORMATS):
-            call = attends.call_of(shape, 0)
-            run_attend(call)
-            if call.error() > attends.MOST_ERROR:
-                wrong.append(f"attend {shape.name}: error {call.error()}")
-    return wrong
+    todo = list(dict.fromkeys(todo))
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
+        return [found for found in processes.map(checked, todo) if found]
+
+
+def checked(shape: rows.Shape | attends.Shape) -> str:
+    """In a worker process: what is wrong with a call, an exception included."""
+    try:
+        if isinstance(shape, rows.Shape):
+            right = rows.is_right(shape, functools.partial(rows.Buffers.run, backend="numba"))
+            return "" if right else f"{shape.name}: other bytes"
+        call = attends.call_of(shape, 0)
+        run_attend(call)
+        error = call.error()
+        return "" if error <= attends.MOST_ERROR else f"attend {shape.name}: error {error}"
+    except Exception as failure:
+        return f"{shape.name}: {type(failure).__name__}: {str(failure)[:600]}"
 
 
 def run_attend(call: attends.Call, config: AttendConfig | None = None, backend: str = "numba") -> None:
@@ -181,11 +195,14 @@ def main() -> int:
     parser.add_argument("--only-check", action="store_true", help="compare and stop")
     parser.add_argument("--sweep", action="store_true", help="time every launch configuration")
     parser.add_argument("--match", default="", help="only calls whose name has this in it")
+    parser.add_argument("--workers", type=int, default=14, help="processes that check and compile")
     arguments = parser.parse_args()
     if arguments.check or arguments.only_check:
-        wrong = check()
+        begun = time.perf_counter()
+        wrong = check(arguments.workers)
+        print(f"check and compilation: {time.perf_counter() - begun:.0f} s", flush=True)
         print("\n".join(wrong) or "check: all as the torch backend has it", flush=True)
-        if wrong or arguments.only_check:
+        if arguments.only_check:
             return bool(wrong)
     ceiling = rows.copy_ceiling()
     found = {
