@@ -84,6 +84,22 @@ def checked(shape: rows.Shape | attends.Shape) -> str:
         return f"{shape.name}: {type(failure).__name__}: {str(failure)[:600]}"
 
 
+def compile_ahead(shapes: list[attends.Shape], workers: int) -> None:
+    """Compile every configuration of some attentions, in processes."""
+    jobs = {}
+    for shape in shapes:
+        small = dataclasses.replace(shape, queries=1, topk=300, pool=1 << 14)
+        for config in attention.tunable(attends.spec_of(attends.call_of(small, 0))).space:
+            jobs[small, dataclasses.replace(config, blocks_per_unit=1)] = None
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
+        list(processes.map(compile_config, jobs))
+
+
+def compile_config(job: tuple[attends.Shape, AttendConfig]) -> None:
+    shape, config = job
+    attention.compile(attends.spec_of(attends.call_of(shape, 0)), config)
+
+
 def run_attend(call: attends.Call, config: AttendConfig | None = None, backend: str = "numba") -> None:
     """An attention, or the backend's launch in one configuration."""
     cache, scale = attends.pool_of(call.shape.format, call.shape.pool)
@@ -204,6 +220,10 @@ def main() -> int:
         print("\n".join(wrong) or "check: all as the torch backend has it", flush=True)
         if arguments.only_check:
             return bool(wrong)
+    if arguments.sweep:
+        begun = time.perf_counter()
+        compile_ahead([shape for shape in ATTENDS if arguments.match in f"attend {shape.name}"], arguments.workers)
+        print(f"compilation for the sweep: {time.perf_counter() - begun:.0f} s", flush=True)
     ceiling = rows.copy_ceiling()
     found = {
         "environment": rows.environment(ceiling),
