@@ -143,9 +143,10 @@ EXP2_COEFFICIENTS = (
 )  # fmt: skip
 """2**f on [-1/2, 1/2] is 1 + f * (these, as a polynomial in f): each an fp32, within 2e-7 of it."""
 
-_INTEGERS = 12582912.0  # 1.5 * 2**23: added to a small fp32, it rounds it to an integer
-_INTEGERS_BITS = 0x4B400000
-_MOST_HALVINGS = 126.0
+INTEGERS = 12582912.0
+"""1.5 * 2**23: added to a small fp32, it rounds it to an integer."""
+INTEGERS_BITS = 0x4B400000
+MOST_HALVINGS = 126.0
 
 
 def softmax_of_two(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,13 +158,13 @@ def softmax_of_two(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Ten
     """
     difference = second - first
     halvings = difference.abs() * LOG2_E
-    rounded = halvings + _INTEGERS
-    fraction = (rounded - _INTEGERS) - halvings  # exact, in [-1/2, 1/2]
+    rounded = halvings + INTEGERS
+    fraction = (rounded - INTEGERS) - halvings  # exact, in [-1/2, 1/2]
     power = torch.full_like(fraction, EXP2_COEFFICIENTS[-1])
     for coefficient in (*EXP2_COEFFICIENTS[-2::-1], 1.0):
         power = power * fraction + coefficient
-    scale = ((_INTEGERS_BITS + 127 - rounded.view(torch.int32)) << EXPONENT_SHIFT).view(torch.float32)
-    smaller = torch.where(halvings >= _MOST_HALVINGS, 0.0, power * scale)
+    scale = ((INTEGERS_BITS + 127 - rounded.view(torch.int32)) << EXPONENT_SHIFT).view(torch.float32)
+    smaller = torch.where(halvings >= MOST_HALVINGS, 0.0, power * scale)
     large = divide(torch.ones_like(smaller), smaller + 1.0)
     small = smaller * large
     rises = difference >= 0

@@ -82,7 +82,8 @@ def packed(
     state = rows_of_scores((max(blocks, default=0) + 1) * capacity, seed + 1) if state is None else state
     return Call(
         rows, torch.tensor(positions, dtype=index), state.view(-1, capacity, RING_DIM),
-        torch.tensor(slots, dtype=index), torch.tensor(starts, dtype=index), torch.tensor(requests, dtype=index), weight_of(seed),
+        torch.tensor(slots, dtype=index), torch.tensor(starts, dtype=index), torch.tensor(requests, dtype=index),
+        weight_of(seed),
     )  # fmt: skip
 
 
