@@ -119,6 +119,8 @@ def _detached(packed: Packed) -> Packed:
 def _compressed(spec: CompressSpec, packed: Packed, config: ChunkConfig) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The tokens that close a group, a chunk of them at a time, and their latents: bf16 [chunk, 512]."""
     closing = _closing(spec, packed)
+    if not closing.numel():
+        return
     for tokens in closing.split(max(1, config.chunk_elements // RING_DIM)):
         rows = packed.rows[tokens]
         if spec.compress_ratio == 2:

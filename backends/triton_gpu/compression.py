@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from mxkv import devices
+from mxkv import devices, settings
 from mxkv.autotune_cache.sources import source_hash
 from mxkv.backends.triton_gpu.codec import Paths
 from mxkv.backends.triton_gpu.compress import (
@@ -29,7 +29,16 @@ from mxkv.backends.triton_gpu.config import (
 )
 from mxkv.backends.triton_gpu.launch import Launch
 from mxkv.backends.triton_gpu.tasks import store_task
-from mxkv.contracts import COMPRESS_DIM, CompressSpec, CompressStoreSpec, Packed, SaveRingSpec, Tunable
+from mxkv.contracts import (
+    COMPRESS_DIM,
+    RING_DIM,
+    ROPE_DIM,
+    CompressSpec,
+    CompressStoreSpec,
+    Packed,
+    SaveRingSpec,
+    Tunable,
+)
 from mxkv.paging import PageLayout
 
 _KERNELS = {"compress_norm": "compress_kernel", "compress_store": "compress_kernel", "save_ring_rows": "save_kernel"}
@@ -37,6 +46,7 @@ _WIDEST_ACCESS = 16
 _WORD = 4
 _ALL_REGISTERS = 255
 _PAIRS = COMPRESS_DIM // 2
+_ANY_COUNT = 2  # a count that is not specialized on
 _LINE = 32  # pairs of a tile's line where no group says how many
 _NOTHING = Rows(None, 0)
 _NO_REQUESTS = Requests(None, 0, None, 0)
@@ -82,6 +92,27 @@ class _Compression(Launch):
                 whole, aligned, words_out, store, self.paths,
             )  # fmt: skip
         return found
+
+    def target_for_compiling(self, floats: torch.Tensor, index: torch.Tensor) -> Target:
+        """The cache of contiguous tensors at aligned addresses: none."""
+        return _NO_TARGET
+
+    def compile(self, config: CompressConfig) -> None:
+        """Compile for contiguous tensors at aligned addresses, and launch nothing."""
+        floats = torch.empty(1, dtype=torch.float32, device=self.spec.device)
+        index = torch.empty(1, dtype=torch.int64, device=self.spec.device)
+        halves, indices = floats.view(torch.bfloat16), Rows(index, 1)
+        asked = not isinstance(self.spec, CompressStoreSpec) or self.spec.latents
+        pooled = self.ratio == 2
+        with self.guard():
+            compress_kernel.warmup(
+                Rows(floats, self.ratio * COMPRESS_DIM), indices, indices,
+                Requests(index, 1, index, 1) if pooled else _NO_REQUESTS,
+                self.ring(floats) if pooled else _NO_RING,
+                Previous(floats, RING_DIM, _ANY_COUNT, index, 1) if self.previous else _NO_PREVIOUS,
+                halves, Rows(halves, COMPRESS_DIM) if asked else _NOTHING, self.target_for_compiling(floats, index),
+                1e-6, 1, 1, self.task(True, True, 0), config.block_tokens, grid=(1,), **self.options(config),
+            )  # fmt: skip
 
     def launch(
         self, packed: Packed, out: torch.Tensor | None, target: Target, cache_at: int, config: CompressConfig | None
@@ -149,11 +180,35 @@ class CompressStoreLaunch(_Compression):
     ) -> None:
         if self.as_bytes:
             cache = cache.view(torch.uint8)
-        table = (None, 0, 0) if cos_sin is None else (cos_sin, cos_sin.stride(0), cos_sin.shape[0])
+        stride, positions = (0, 0) if cos_sin is None else (cos_sin.stride(0), cos_sin.shape[0])
         target = Target(
-            cache, self.block_stride, self.num_slots, cache_slots, cache_slots.stride(0), *table, cache_scale
+            cache,
+            self.block_stride,
+            self.num_slots,
+            cache_slots,
+            cache_slots.stride(0),
+            cos_sin,
+            stride,
+            positions,
+            cache_scale,
         )
         self.launch(packed, out, target, cache.data_ptr() % _WORD, config)
+
+    def target_for_compiling(self, floats: torch.Tensor, index: torch.Tensor) -> Target:
+        spec = self.spec
+        cache = floats.view(torch.uint8 if self.as_bytes else spec.format.cache_dtype)
+        table, stride, positions = (floats, ROPE_DIM, _ANY_COUNT) if spec.rotate else (None, 0, 0)
+        return Target(
+            cache,
+            self.block_stride,
+            self.num_slots,
+            index,
+            1,
+            table,
+            stride,
+            positions,
+            floats if spec.scaled else None,
+        )
 
 
 class SaveRingLaunch(_Compression):
@@ -177,6 +232,16 @@ class SaveRingLaunch(_Compression):
                 self.task(aligned, True, 0), config.block_tokens, **self.options(config),
             )  # fmt: skip
 
+    def compile(self, config: CompressConfig) -> None:
+        """Compile for contiguous tensors at aligned addresses, and launch nothing."""
+        floats = torch.empty(1, dtype=torch.float32, device=self.spec.device)
+        index = torch.empty(1, dtype=torch.int64, device=self.spec.device)
+        with self.guard():
+            save_kernel.warmup(
+                Rows(floats, RING_DIM), Rows(index, 1), self.ring(floats), 1, self.task(True, True, 0),
+                config.block_tokens, grid=(1,), **self.options(config),
+            )  # fmt: skip
+
 
 @functools.lru_cache(maxsize=1024)
 def prepare(spec: Compression) -> CompressLaunch | CompressStoreLaunch | SaveRingLaunch:
@@ -197,3 +262,9 @@ def tunable(spec: Compression) -> Tunable:
         source=source_hash(f"{__package__}.compress:{_KERNELS[spec.operation]}", within=(__package__,)),
         compiler=f"triton {triton.__version__}",
     )
+
+
+def compile(spec: Compression, config: CompressConfig) -> None:
+    """Compile what a call of contiguous tensors would launch in a configuration."""
+    if not settings.triton_interpret():
+        prepare(spec).compile(config)
