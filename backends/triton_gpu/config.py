@@ -104,14 +104,15 @@ def attend_default(spec: AttendSpec, target: Target, queries: int, rows: int) ->
         return AttendConfig(block_heads, 16, 2, 4, 2)
     plain = spec.format.element is Element.BF16
     hopper = 90 <= target.capability < 100
-    if not (hopper and not spec.format.tail) and not (plain and target.capability >= 100):
-        block_heads = min(block_heads, 32)  # with 64, and a tail's chunks or products in registers, these run out
+    if not hopper and not (plain and target.capability >= 100):
+        block_heads = min(block_heads, 32)  # with 64, products in registers run out of these
     num_warps = 8 if block_heads * width > 1 << 13 else 4
     programs, block_dims, stages = 2, 64, 3 if target.capability >= 100 else 5
     if block_heads == 32:
         block_dims, stages = 128, 3
     elif block_heads == 64:  # one program fills a multiprocessor
-        programs, block_dims = 1, 128 if plain and hopper else 512
+        narrow = hopper and (plain or spec.format.tail)  # a tail's chunks are narrow as it is
+        programs, block_dims = 1, 128 if narrow else 512
     # Packed FP4 spills a little with tiles of 64 rows and 64 heads, and was 10 % faster for all that.
     many_rows = block_heads == 64 and spec.format.element is Element.E2M1
     tiles = ((32, stages), (32, 3), (32, 2), (16, 2)) if plain else ((64, 2), (32, 2), (16, 2))[not many_rows :]

@@ -42,6 +42,7 @@ class StoreTask:
         limit: The largest magnitude that counts as finite, as fp32 bits.
         top_exponent, top_mantissa: Of the element's largest value, as fp32 has them (exponent without bias).
         element_max: The element's largest value.
+        element_inverse: 1 / element_max as a sum of two fp32.
         amax_floor: A group's largest magnitude is at least this.
         pad_scales: Zero bytes behind a record's scales.
         sanitize: Whether NaN and infinities are replaced.
@@ -64,6 +65,7 @@ class StoreTask:
     top_exponent: int
     top_mantissa: int
     element_max: float
+    element_inverse: tuple[float, float]
     amax_floor: float
     pad_scales: int
     sanitize: bool
@@ -140,8 +142,8 @@ def _sanitize(x, largest):
 
 
 @triton.jit
-def _group_scale(amax_bits, OF_BF16: tl.constexpr, REGION: tl.constexpr, TASK: tl.constexpr):
-    """From the bits of a group's largest magnitude (fp32, or a bf16 as fp32): its scale byte; is the group lost?"""
+def _group_scale(amax_bits, REGION: tl.constexpr, TASK: tl.constexpr):
+    """From the bits of a group's largest magnitude (fp32): its scale byte; is the group lost?"""
     PATHS: tl.constexpr = TASK.paths
     if TASK.sanitize:
         lost = amax_bits < 0
@@ -153,12 +155,8 @@ def _group_scale(amax_bits, OF_BF16: tl.constexpr, REGION: tl.constexpr, TASK: t
         amax_bits = tl.maximum(amax_bits, codec.bits_of(floor))
     if REGION.scale == "e8m0":
         byte = codec.e8m0_scale(amax_bits, TASK)
-    elif OF_BF16 and PATHS.pairs != "none" and TASK.amax_floor == 0:
-        byte = codec.e4m3_scale_of_bf16(codec.float_of(amax_bits), TASK, PATHS)
     else:
-        largest = tl.full(amax_bits.shape, TASK.element_max, tl.float32)
-        scale = tl.maximum(codec.divide_by_scale(codec.float_of(amax_bits), largest, PATHS), 2.0**-9)
-        byte = codec.encode_e4m3_pair(scale, scale, PATHS) & 0xFF
+        byte = codec.e4m3_scale(codec.float_of(amax_bits), TASK, PATHS)
     return byte, lost
 
 
@@ -184,7 +182,7 @@ def _encode_packed(rows, pair, mask, REGION: tl.constexpr, TASK: tl.constexpr):
     """The values of a region's groups, two at a time, and their scale bytes."""
     PATHS: tl.constexpr = TASK.paths
     words = _load_words(rows, pair, mask, TASK)
-    byte, lost = _group_scale(codec.largest_half(words, PATHS) << 16, True, REGION, TASK)
+    byte, lost = _group_scale(codec.largest_half(words, PATHS) << 16, REGION, TASK)
     if REGION.element == "e2m1":
         values = codec.encode_e2m1_words(words, byte, lost, tl.constexpr(REGION.scale), PATHS)
     else:
@@ -216,7 +214,7 @@ def encode_group_pairs(x, y, pair, mask, table, at, REGION: tl.constexpr, TASK: 
     if TASK.sanitize:
         largest = codec.float_of(tl.full([1, 1, 1], TASK.limit, tl.int32))
         x, y = _sanitize(x, largest), _sanitize(y, largest)
-    byte, lost = _group_scale(codec.largest_magnitude(x, y), False, REGION, TASK)
+    byte, lost = _group_scale(codec.largest_magnitude(x, y), REGION, TASK)
     if REGION.scale == "e8m0":
         reciprocal = codec.float_of((254 - byte) << 23)[:, :, None]
         scaled_x, scaled_y = x * reciprocal, y * reciprocal
