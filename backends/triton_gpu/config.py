@@ -198,5 +198,5 @@ def compress_default(spec: Compression, target: Target, tokens: int, compute_uni
 
 def compress_configurations(spec: Compression) -> tuple[CompressConfig, ...]:
     """Every configuration that is worth trying, the default ones among them."""
-    limits = (255,) if isinstance(spec, SaveRingSpec) else (255, 128, 96)
+    limits = (255,) if isinstance(spec, SaveRingSpec) else (255, 64)
     return tuple(CompressConfig(tokens, registers) for registers in limits for tokens in (1, 2, 4, 8))

@@ -125,4 +125,4 @@ def cases(everything: bool) -> Iterator[CompressCase]:
                 yield CompressCase(format, ratio, latents=latents)
                 yield CompressCase(format, ratio, rope=False, nonfinite="sanitize", index=torch.int32)
         for tokens in (1, 2, 4, 8):
-            yield CompressCase(formats["mxfp8"], config=CompressConfig(tokens, 128))
+            yield CompressCase(formats["mxfp8"], config=CompressConfig(tokens, 64))
