@@ -376,42 +376,20 @@ def quotients_for_e2m1(x, y, scale, PATHS: tl.constexpr):
 
 
 @triton.jit
-def divide_by_scale(x, scale, PATHS: tl.constexpr):
-    """fp32 / fp32, correctly rounded unless it underflows; for scales, which have a floor.
+def e4m3_scale(amax, TASK: tl.constexpr, PATHS: tl.constexpr):
+    """The E4M3 byte of a group's scale: fp32 amax / element_max, rounded twice as the oracle rounds it.
 
-    A quotient by the correctly rounded reciprocal, corrected once by its exact remainder, is the correctly rounded one
-    (Markstein); it takes no branch. The sign is copied, since the remainder of a zero has none.
+    1 / element_max is taken in two parts, so that the product errs by hardly more than half of its last bit. Where amax
+    is element_max times a tie of E4M3, which is exact, it is that tie. Any other amax stays on its side of the tie:
+    element_max has at most 4 significant bits, so the quotients next to the tie are more than half a last bit away.
+    Tested around all ties, and over all bf16.
     """
-    if PATHS.pairs != "none":
-        reciprocal = tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
-        )
-        scale, reciprocal = tl.broadcast_to(scale, x.shape), tl.broadcast_to(reciprocal, x.shape)
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 quotient, rest, minus;
-            mul.rn.f32 quotient, $1, $3;
-            neg.f32 minus, $2;
-            fma.rn.f32 rest, quotient, minus, $1;
-            fma.rn.f32 quotient, rest, $3, quotient;
-            copysign.f32 $0, $1, quotient;
-            }""",
-            "=f,f,f,f", [x, scale, reciprocal], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
+    if PATHS.interpreted:  # its fma rounds twice
+        scale = tl.math.div_rn(amax, tl.full(amax.shape, TASK.element_max, tl.float32))
     else:
-        return tl.math.div_rn(x, tl.broadcast_to(scale, x.shape))
-
-
-@triton.jit
-def e4m3_scale_of_bf16(amax, TASK: tl.constexpr, PATHS: tl.constexpr):
-    """The E4M3 byte of bf16 amax / element_max: as if divided, then rounded, for a multiply and two roundings.
-
-    The product's error is below 2**-22 of it. Unless the quotient is a tie of E4M3 it differs from every tie by more
-    than 2**-8 of it, so the rounding to bf16 makes a near-tie a tie and nothing else one. Tested over all bf16.
-    """
-    scaled = tl.maximum(amax * (1.0 / TASK.element_max), 2.0**-9)
-    rounded = float_of(bf16_pair(scaled, scaled, PATHS) & -65536)
-    return encode_e4m3_pair(rounded, rounded, PATHS) & 0xFF
+        scale = tl.fma(amax, TASK.element_inverse[0], amax * TASK.element_inverse[1])
+    scale = tl.maximum(scale, 2.0**-9)
+    return encode_e4m3_pair(scale, scale, PATHS) & 0xFF
 
 
 @triton.jit

@@ -42,6 +42,7 @@ class StoreTask:
         limit: The largest magnitude that counts as finite, as fp32 bits.
         top_exponent, top_mantissa: Of the element's largest value, as fp32 has them (exponent without bias).
         element_max: The element's largest value.
+        element_inverse: 1 / element_max as a sum of two fp32.
         amax_floor: A group's largest magnitude is at least this.
         pad_scales: Zero bytes behind a record's scales.
         sanitize: Whether NaN and infinities are replaced.
@@ -64,6 +65,7 @@ class StoreTask:
     top_exponent: int
     top_mantissa: int
     element_max: float
+    element_inverse: tuple[float, float]
     amax_floor: float
     pad_scales: int
     sanitize: bool
@@ -140,8 +142,8 @@ def _sanitize(x, largest):
 
 
 @triton.jit
-def _group_scale(amax_bits, OF_BF16: tl.constexpr, REGION: tl.constexpr, TASK: tl.constexpr):
-    """From the bits of a group's largest magnitude (fp32, or a bf16 as fp32): its scale byte; is the group lost?"""
+def _group_scale(amax_bits, REGION: tl.constexpr, TASK: tl.constexpr):
+    """From the bits of a group's largest magnitude (fp32): its scale byte; is the group lost?"""
     PATHS: tl.constexpr = TASK.paths
     if TASK.sanitize:
         lost = amax_bits < 0
@@ -153,12 +155,8 @@ def _group_scale(amax_bits, OF_BF16: tl.constexpr, REGION: tl.constexpr, TASK: t
         amax_bits = tl.maximum(amax_bits, codec.bits_of(floor))
     if REGION.scale == "e8m0":
         byte = codec.e8m0_scale(amax_bits, TASK)
-    elif OF_BF16 and PATHS.pairs != "none" and TASK.amax_floor == 0:
-        byte = codec.e4m3_scale_of_bf16(codec.float_of(amax_bits), TASK, PATHS)
     else:
-        largest = tl.full(amax_bits.shape, TASK.element_max, tl.float32)
-        scale = tl.maximum(codec.divide_by_scale(codec.float_of(amax_bits), largest, PATHS), 2.0**-9)
-        byte = codec.encode_e4m3_pair(scale, scale, PATHS) & 0xFF
+        byte = codec.e4m3_scale(codec.float_of(amax_bits), TASK, PATHS)
     return byte, lost
 
 
@@ -184,7 +182,7 @@ def _encode_packed(rows, pair, mask, REGION: tl.constexpr, TASK: tl.constexpr):
     """The values of a region's groups, two at a time, and their scale bytes."""
     PATHS: tl.constexpr = TASK.paths
     words = _load_words(rows, pair, mask, TASK)
-    byte, lost = _group_scale(codec.largest_half(words, PATHS) << 16, True, REGION, TASK)
+    byte, lost = _group_scale(codec.largest_half(words, PATHS) << 16, REGION, TASK)
     if REGION.element == "e2m1":
         values = codec.encode_e2m1_words(words, byte, lost, tl.constexpr(REGION.scale), PATHS)
     else:
@@ -195,14 +193,28 @@ def _encode_packed(rows, pair, mask, REGION: tl.constexpr, TASK: tl.constexpr):
 @triton.jit
 def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
     """The values of a region's groups in fp32, a pair in an int32, and their scale bytes."""
-    PATHS: tl.constexpr = TASK.paths
     x, y = _load_pairs(rows, pair, mask, TASK)
+    return encode_group_pairs(x, y, pair, mask, table, at, REGION, TASK)
+
+
+@triton.jit
+def encode_group_pairs(x, y, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
+    """From the even and odd elements of a region's groups (fp32): their values, a pair in an int32, and scale bytes.
+
+    Args:
+        x, y: [.., groups, pairs].
+        pair: Which pair of the row each is.
+        mask: Which exist.
+        table: Cosines and sines, or None.
+        at: Where in the table the tokens' begin.
+    """
+    PATHS: tl.constexpr = TASK.paths
     if REGION.rotated < REGION.end:
         x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
     if TASK.sanitize:
         largest = codec.float_of(tl.full([1, 1, 1], TASK.limit, tl.int32))
         x, y = _sanitize(x, largest), _sanitize(y, largest)
-    byte, lost = _group_scale(codec.largest_magnitude(x, y), False, REGION, TASK)
+    byte, lost = _group_scale(codec.largest_magnitude(x, y), REGION, TASK)
     if REGION.scale == "e8m0":
         reciprocal = codec.float_of((254 - byte) << 23)[:, :, None]
         scaled_x, scaled_y = x * reciprocal, y * reciprocal
@@ -224,17 +236,29 @@ def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.co
 @triton.jit
 def _encode_plain(rows, pair, mask, table, at, reciprocal, REGION: tl.constexpr, TASK: tl.constexpr):
     """Values without group scales: bf16, or E4M3 of bf16(x) / (the cache's scale)."""
-    PATHS: tl.constexpr = TASK.paths
     if TASK.dtype == "bf16" and REGION.rotated >= REGION.end and (TASK.propagate or REGION.element == "e4m3"):
-        words = _load_words(rows, pair, mask, TASK)
+        return _plain_values(_load_words(rows, pair, mask, TASK), reciprocal, REGION, TASK)
     else:
         x, y = _load_pairs(rows, pair, mask, TASK)
-        if REGION.rotated < REGION.end:
-            x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
-        if TASK.sanitize and REGION.element == "bf16":
-            largest = codec.float_of(tl.full([1, 1, 1], codec.BF16_MAX_BITS << 16, tl.int32))
-            x, y = _sanitize(x, largest), _sanitize(y, largest)
-        words = codec.bf16_pair(x, y, PATHS)
+        return encode_plain_pairs(x, y, pair, mask, table, at, reciprocal, REGION, TASK)
+
+
+@triton.jit
+def encode_plain_pairs(x, y, pair, mask, table, at, reciprocal, REGION: tl.constexpr, TASK: tl.constexpr):
+    """As :func:`encode_group_pairs`, without group scales. ``reciprocal``: that of the cache's scale."""
+    PATHS: tl.constexpr = TASK.paths
+    if REGION.rotated < REGION.end:
+        x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
+    if TASK.sanitize and REGION.element == "bf16":
+        largest = codec.float_of(tl.full([1, 1, 1], codec.BF16_MAX_BITS << 16, tl.int32))
+        x, y = _sanitize(x, largest), _sanitize(y, largest)
+    return _plain_values(codec.bf16_pair(x, y, PATHS), reciprocal, REGION, TASK)
+
+
+@triton.jit
+def _plain_values(words, reciprocal, REGION: tl.constexpr, TASK: tl.constexpr):
+    """From two bf16 in a word."""
+    PATHS: tl.constexpr = TASK.paths
     if REGION.element == "bf16":
         return codec.canonical_bf16(words)
     x, y = codec.float_of(words << 16), codec.float_of(words & -65536)
@@ -256,7 +280,7 @@ def _not_finite(x, TASK: tl.constexpr):
 
 
 @triton.jit
-def _store_values(record, pair, values, mask, REGION: tl.constexpr, TASK: tl.constexpr):
+def store_values(record, pair, values, mask, REGION: tl.constexpr, TASK: tl.constexpr):
     """A region's values, in the widest pieces that the records' alignment allows."""
     BITS: tl.constexpr = 8 * REGION.pair_bytes
     if REGION.pair_bytes <= TASK.alignment:
@@ -306,7 +330,7 @@ def _store_region(
         values = _encode_plain(
             rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], reciprocal, REGION, TASK
         )
-    _store_values(record, pair, values, stored[:, None, None] & inside, REGION, TASK)
+    store_values(record, pair, values, stored[:, None, None] & inside, REGION, TASK)
 
 
 @triton.jit

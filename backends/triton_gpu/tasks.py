@@ -41,6 +41,7 @@ def store_task(spec: StoreSpec, paths: Paths, row_alignment: int, address: int, 
         top_exponent=(top >> numerics.EXPONENT_SHIFT) - 127,
         top_mantissa=top & numerics.MANTISSA_MASK,
         element_max=format.element.max,
+        element_inverse=_two_parts(1 / format.element.max),
         amax_floor=format.amax_floor,
         pad_scales=format.scale_padding,
         sanitize=spec.nonfinite == "sanitize",
@@ -68,6 +69,12 @@ def _share(regions: tuple[Region, ...], element_size: int) -> int:
     first, *others = (region.groups_padded * region.pairs_padded for region in regions)
     fitting = max(1, min(first // sum(others), 8 // (regions[0].pair_bytes * element_size)))
     return 1 << (fitting.bit_length() - 1)  # a tile has a power of two of tokens
+
+
+def _two_parts(x: float) -> tuple[float, float]:
+    """A number as a sum of two that are (the second nearly) fp32."""
+    high = torch.tensor(x, dtype=torch.float32).item()
+    return high, x - high
 
 
 def load_task(spec: LoadSpec, paths: Paths, address: int, rows_aligned: bool) -> LoadTask:

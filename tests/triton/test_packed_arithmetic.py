@@ -12,7 +12,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mxkv import Element, numerics
+from mxkv import numerics
+from mxkv.backends.triton_gpu.tasks import _two_parts
 
 MAGNITUDES = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double()  # every finite one
 
@@ -97,13 +98,31 @@ def test_e2m1_codes_of_fp32_under_an_e4m3_scale(error: int) -> None:
         assert torch.equal(numerics.encode_e2m1(torch.tensor(quotients)), want), byte
 
 
-def test_e4m3_scales_of_bf16() -> None:
-    """amax / 6 by a multiply with 1/6: rounding to bf16, then to E4M3, gives what the division gives."""
-    for element in (Element.E2M1, Element.E4M3):
-        amax = MAGNITUDES.float()
-        product = (amax * torch.tensor(1 / element.max, dtype=torch.float32)).clamp(min=numerics.E4M3_SCALE_MIN)
-        got = numerics.encode_e4m3(bf16(product.double()).float())
-        assert torch.equal(got, numerics.e4m3_scale(amax, element))
+def signed_fp32(x: Fraction) -> Fraction:
+    """Any number rounded to fp32, where that is not subnormal."""
+    return Fraction(math.copysign(fp32(abs(x)), x)) if x else x
+
+
+@pytest.mark.parametrize("largest", [1.0, 1.75, 6.0, 15.0, 448.0])
+def test_e4m3_scales(largest: float) -> None:
+    """amax / element_max by an inverse in two parts is on the right side of every tie of E4M3, for every amax near it.
+
+    In exact arithmetic, around all ties, and around the codes themselves; a product and a fused multiply-add.
+    """
+    high, low = _two_parts(1 / largest)
+    codes = numerics.decode_e4m3(torch.arange(0x7F, dtype=torch.uint8)).double().tolist()
+    middles = [Fraction(x) for x in codes] + [
+        (Fraction(x) + Fraction(y)) / 2 for x, y in itertools.pairwise([*codes, 512.0])
+    ]
+    amaxes = [fp32(middle * Fraction(largest)) for middle in middles if middle]
+    near = torch.tensor(amaxes).view(torch.int32)[:, None] + torch.arange(-40, 41, dtype=torch.int32)
+    near = near.view(torch.float32).flatten()
+    got = [
+        fp32(Fraction(x) * Fraction(high) + signed_fp32(Fraction(x) * signed_fp32(Fraction(low))))
+        for x in near.tolist()
+    ]
+    want = numerics.encode_e4m3(near / torch.tensor(largest))
+    assert torch.equal(numerics.encode_e4m3(torch.tensor(got)), want)
 
 
 @pytest.mark.parametrize("byte", [0, 1, 60, 105, 127, 200, 246])
