@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import YES, AttendSpec, Backend, Spec, Verdict
+from mxkv.contracts import YES, AttendSpec, Backend, CompressSpec, SaveRingSpec, Spec, Verdict
 
 _OLDEST_CAPABILITY = 50
 
@@ -45,10 +45,12 @@ def supports(spec: Spec) -> Verdict:
 
 
 def load() -> Any:
-    from mxkv.backends.numba_cuda import attention, latents
+    from mxkv.backends.numba_cuda import attention, compression, latents
 
     def of(spec: Spec) -> Any:
         """The module that has a call's kernel."""
+        if isinstance(spec, CompressSpec | SaveRingSpec):
+            return compression
         return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
@@ -65,6 +67,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend"}),
+    operations=frozenset({"store", "load", "attend", "compress_norm", "save_ring_rows"}),
     slower=True,
 )

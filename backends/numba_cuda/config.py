@@ -35,6 +35,26 @@ def configurations() -> tuple[LaunchConfig, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompressConfig:
+    """How a compression kernel is launched.
+
+    Attributes:
+        threads: Of a token, a power of two of at most 32.
+        tokens: Of a block.
+    """
+
+    threads: int
+    tokens: int
+
+
+def compress_configurations() -> tuple[CompressConfig, ...]:
+    """Every configuration that is worth trying, the best guess first."""
+    if settings.numba_simulated():
+        return CompressConfig(2, 1), CompressConfig(1, 3)
+    return tuple(CompressConfig(32, tokens) for tokens in (4, 2, 8))
+
+
+@dataclasses.dataclass(frozen=True)
 class AttendConfig:
     """How an attention kernel is launched.
 

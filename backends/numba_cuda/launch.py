@@ -6,6 +6,7 @@ simulator it is not compiled: each of its threads is one of Python's, over the C
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -49,22 +50,23 @@ def kernel_of(task: Any, factory: Callable[[Any], Callable[..., None]], argument
         device: Where it runs.
     """
     if settings.numba_simulated():
-        return _simulated(factory(task))
+        return _simulated(factory(task), arguments)
     from mxkv.backends.numba_cuda import driver
 
     return driver.Kernel(task, factory, arguments, device)
 
 
-def _simulated(function: Callable[..., None]) -> Callable[..., None]:
+def _simulated(function: Callable[..., None], kinds: str) -> Callable[..., None]:
     from numba import cuda
 
     kernel = cuda.jit(function)
 
     def launch(grid: int, block: tuple[int, int], shared: int, *arguments: Any) -> None:
+        rounded = (ctypes.c_float(x).value if kind == "f" else x for x, kind in zip(arguments, kinds, strict=True))
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SIMULATED_SLICE_S)
         try:
-            kernel[grid, block, 0, shared](*arguments)
+            kernel[grid, block, 0, shared](*rounded)
         finally:
             sys.setswitchinterval(before)
 
