@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import YES, AttendSpec, Backend, CompressSpec, SaveRingSpec, Spec, Verdict
+from mxkv.contracts import YES, AttendSpec, Backend, CompressSpec, CompressStoreSpec, SaveRingSpec, Spec, Verdict
 
 _OLDEST_CAPABILITY = 50
 
@@ -49,7 +49,7 @@ def load() -> Any:
 
     def of(spec: Spec) -> Any:
         """The module that has a call's kernel."""
-        if isinstance(spec, CompressSpec | SaveRingSpec):
+        if isinstance(spec, CompressSpec | CompressStoreSpec | SaveRingSpec):
             return compression
         return attention if isinstance(spec, AttendSpec) else latents
 
@@ -67,6 +67,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend", "compress_norm", "save_ring_rows"}),
+    operations=frozenset({"store", "load", "attend", "compress_norm", "compress_store", "save_ring_rows"}),
     slower=True,
 )

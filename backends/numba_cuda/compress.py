@@ -30,6 +30,7 @@ from mxkv.backends.numba_cuda.primitives import (
     i64,
     mul,
     put16,
+    put64,
     put128,
     put_float,
     shared_fetch,
@@ -60,8 +61,9 @@ class CompressTask:
         capacity: Rows of a ring.
         row_stride: From one row of a ring to the next, in bytes.
         previous: Whether the call has rows of other ranks.
+        marks: Whether the slots of those tokens that close a group are asked for, in the cache that they go to.
         aligned: Whether every row of fp32 starts at a multiple of 16 bytes.
-        position_bytes, slot_bytes, start_bytes, request_bytes, previous_bytes: Of the indices.
+        position_bytes, slot_bytes, start_bytes, request_bytes, previous_bytes, cache_slot_bytes: Of the indices.
         threads: Of a token; at most 32.
         tokens: Of a block.
     """
@@ -70,12 +72,14 @@ class CompressTask:
     capacity: int
     row_stride: int
     previous: bool
+    marks: bool
     aligned: bool
     position_bytes: int
     slot_bytes: int
     start_bytes: int
     request_bytes: int
     previous_bytes: int
+    cache_slot_bytes: int
     threads: int
     tokens: int
 
@@ -156,11 +160,12 @@ def norm_kernel(task: CompressTask):
     """The kernel that pools and normalises, as a Python function of addresses and numbers; strides are in bytes.
 
     Tuples are (address, stride), ``ring`` is (address, stride of blocks, slots), ``previous`` (address, stride, rows,
-    address and stride of their indices).
+    address and stride of their indices), ``marks`` (address and stride of the tokens' slots in a cache, and the address
+    of those that the closing tokens have, int64, -1 for the others).
     """
     pools, previous, capacity, row_stride = task.ratio == 2, task.previous, task.capacity, task.row_stride
     slot_bytes, position_bytes, previous_bytes = task.slot_bytes, task.position_bytes, task.previous_bytes
-    threads, block_tokens = task.threads, task.tokens
+    threads, block_tokens, marked, cache_slot_bytes = task.threads, task.tokens, task.marks, task.cache_slot_bytes
     turns = LANES // threads
     read_quad, request_of = _quad_reader(task.aligned), _request_finder(task)
     score = 4 * COMPRESS_DIM
@@ -205,7 +210,7 @@ def norm_kernel(task: CompressTask):
         a, b, c, d = quad_of(row, before, at)
         return add(mul(a, a), mul(b, b)), add(mul(c, c), mul(d, d))
 
-    def kernel(rows, positions, slots, starts, of_token, ring, others, weight, out, eps, tokens, requests):
+    def kernel(rows, positions, slots, starts, of_token, ring, others, weight, out, marks, eps, tokens, requests):
         memory = address_of(cuda.shared.array(0, types.float64)) + 4 * LANES * cuda.threadIdx.y
         token = i64(cuda.blockIdx.x) * block_tokens + cuda.threadIdx.y
         row, before = i64(0), i64(0)
@@ -219,6 +224,11 @@ def norm_kernel(task: CompressTask):
                     )
                     if before == 0:
                         row = i64(0)
+            if marked and cuda.threadIdx.x == 0:
+                chosen = i64(-1)
+                if row != 0:
+                    chosen = fetch_index(marks[0] + token * marks[1], cache_slot_bytes)
+                put64(marks[2] + 8 * token, chosen)
         if row != 0:
             for turn in range(turns):
                 lane = i32(cuda.threadIdx.x + turn * threads)
