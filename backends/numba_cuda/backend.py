@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
+import re
 import types
 from typing import Any
 
@@ -12,6 +15,34 @@ from mxkv import devices, settings
 from mxkv.contracts import YES, AttendSpec, Backend, CompressSpec, CompressStoreSpec, SaveRingSpec, Spec, Verdict
 
 _OLDEST_CAPABILITY = 50
+_NUMPY_WITHOUT, _NEEDS_ROW_STACK = (2, 5), (0, 30, 4)  # the first without numpy.row_stack; the last known to need it
+
+
+@functools.cache
+def unfit_versions() -> Verdict:
+    """Whether the installed numba-cuda can compile beside the installed numpy; looks at versions, and imports nothing.
+
+    numba-cuda's own requirements do not say so.
+    """
+    compiler, numpy = (installed(name) for name in ("numba-cuda", "numpy"))
+    if compiler is None:
+        return Verdict(("numba-cuda is not installed",), "pip install 'mxkv[numba]'")
+    if numpy is not None and _numbers(numpy) >= _NUMPY_WITHOUT and _numbers(compiler) <= _NEEDS_ROW_STACK:
+        reason = f"numba-cuda {compiler} needs numpy.row_stack, which numpy {numpy} does not have"
+        return Verdict((reason,), "pip install 'numpy<2.5'")
+    return YES
+
+
+def installed(package: str) -> str | None:
+    """An installed package's version."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def probe(device: torch.device) -> Verdict:
@@ -29,6 +60,9 @@ def probe(device: torch.device) -> Verdict:
         return Verdict((f"it compiles for NVIDIA GPUs, and {device} is an AMD one",))
     if not torch.cuda.is_available():
         return Verdict(("torch finds no GPU here",))
+    unfit = unfit_versions()
+    if not unfit.ok:
+        return unfit
     found = devices.describe(device)
     number = int(found.arch.removeprefix("sm_"))
     if number < _OLDEST_CAPABILITY:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 import re
 import threading
@@ -22,6 +21,7 @@ from typing import Any
 
 from mxkv import settings
 from mxkv.autotune_cache import entries
+from mxkv.backends.numba_cuda.backend import installed
 
 _lock = threading.RLock()
 _HEADER = "// mxkv "
@@ -39,6 +39,10 @@ _PTX_VERSIONS = (
     ((8, 9), (7, 8)),
     ((9, 1), (8, 6)),
 )
+
+
+class CompilerError(RuntimeError):
+    """Numba cannot compile with what is installed beside it; the message says what it missed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +67,7 @@ def version() -> str:
     """What compiles, with its version."""
     if settings.numba_simulated():
         return "numba simulator"
-    for name in ("numba-cuda", "numba"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"{name} {importlib.metadata.version(name)}"
-    return "numba"
+    return f"numba-cuda {installed('numba-cuda')}"
 
 
 @functools.cache
@@ -169,17 +170,28 @@ def compile_ptx(function: Callable[..., None], arguments: str, capability: tuple
         arguments: Each of its arguments, as in :func:`code_of`.
         capability: The compute capability.
     """
-    from numba import cuda, types
+    with _explained():
+        from numba import cuda, types
 
     kinds = {"i": types.int64, "f": types.float32}
     signature = types.void(
         *(types.UniTuple(types.int64, int(kind)) if kind.isdigit() else kinds[kind] for kind in arguments)
     )
-    with _lock, _compiling_for(capability):
+    with _lock, _explained(), _compiling_for(capability):
         ptx: str = cuda.compile_ptx(function, signature, cc=capability)[0]
     ptx = _SHARED.sub(r"\g<1>16", _VERSION.sub(functools.partial(_older, capability), ptx))
     # Numba's names count what was compiled before; ours are what a profiler shows.
     return _ENVIRONMENT.sub("", ptx).replace(entry_of(ptx), function.__qualname__.split(".")[0])
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Numba loads itself at the first compilation: what it misses there, it misses among what is installed."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        versions = ", ".join(f"{name} {installed(name) or '(none)'}" for name in ("numba", "numba-cuda", "numpy"))
+        raise CompilerError(f"Numba cannot compile here: {error} (installed: {versions})") from error
 
 
 def _older(capability: tuple[int, int], version: re.Match[str]) -> str:

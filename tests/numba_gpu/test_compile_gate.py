@@ -18,14 +18,11 @@ import pytest
 import torch
 
 import mxkv
-from mxkv import checks, settings
+from mxkv import checks
+from tests.numba_gpu import no_compiler
 from tests.support import CUSTOM, cos_sin_table
 
-pytest.importorskip("numba")
-pytestmark = [
-    pytest.mark.numba,
-    pytest.mark.skipif(settings.numba_simulated(), reason="the simulator has no compiler: run without it"),
-]
+pytestmark = [pytest.mark.numba, pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())]
 
 CAPABILITIES = [(5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (9, 0)]
 SOME = [(5, 0), (9, 0)]

@@ -15,12 +15,9 @@ import torch
 import mxkv
 from mxkv import settings
 from mxkv.autotune_cache import entries
+from tests.numba_gpu import no_compiler
 
-pytest.importorskip("numba")
-pytestmark = [
-    pytest.mark.numba,
-    pytest.mark.skipif(settings.numba_simulated(), reason="the simulator has no compiler: run without it"),
-]
+pytestmark = [pytest.mark.numba, pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,3 +228,59 @@ def test_a_real_call_reaches_the_driver(driver: Driver, monkeypatch: pytest.Monk
     assert (grid, block, shared) == (1, (16, 16), 0)
     assert arguments[:6] == [cache.data_ptr(), rows.data_ptr(), slots.data_ptr(), 0, 0, 0]
     assert arguments[6:] == [3, 8, 0, 4 * 272, 1024, 4, 0, 0]
+
+
+# What stands beside Numba.
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [
+        ({"numba-cuda": "0.30.4", "numpy": "2.5.2"}, "numba-cuda 0.30.4 needs numpy.row_stack, which numpy 2.5.2"),
+        ({"numba-cuda": "0.20.1", "numpy": "2.5.0rc1"}, "numba-cuda 0.20.1 needs numpy.row_stack"),
+        ({"numba-cuda": "0.30.4", "numpy": "3.0"}, "numpy 3.0 does not have"),
+        ({"numpy": "2.4.6"}, "numba-cuda is not installed"),
+        ({"numba-cuda": "0.30.4", "numpy": "2.4.6"}, ""),
+        ({"numba-cuda": "0.31.0", "numpy": "2.5.2"}, ""),
+    ],
+)
+def test_versions_that_do_not_go_together_are_a_reason(
+    fresh_settings: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], reason: str
+) -> None:
+    """Told from versions alone, before anything is imported; a forced call raises with it."""
+    from mxkv import devices, dispatch
+    from mxkv.backends.numba_cuda import backend
+
+    gpu = devices.Device(torch.device("cuda", 0), "a GPU", "sm_75", devices.TARGETS["cuda"], 40, 0, 0)
+    monkeypatch.setattr(backend, "installed", versions.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices, "describe", lambda device: gpu)
+    backend.unfit_versions.cache_clear()
+    dispatch.forget_plans()
+    try:
+        found = mxkv.explain("store", device=torch.device("cuda", 0), backend="numba")
+        verdict = found.verdicts["numba"]
+        assert verdict.ok == (not reason), verdict
+        assert reason in "".join(verdict.reasons)
+        if "row_stack" in reason:
+            assert verdict.hint == "pip install 'numpy<2.5'"
+            with pytest.raises(ValueError, match=r"cannot run store of mxfp4: numba-cuda .* needs numpy.row_stack"):
+                mxkv.plan(mxkv.spec("store", device=torch.device("cuda", 0), format="mxfp4"), "numba")
+    finally:
+        backend.unfit_versions.cache_clear()
+        dispatch.forget_plans()
+
+
+def test_what_numba_misses_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As numba-cuda's first compilation fails where numpy lacks what it takes."""
+    from numba import cuda
+
+    from mxkv.backends.numba_cuda import compiler
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise AttributeError("module 'numpy' has no attribute 'row_stack'")
+
+    monkeypatch.setattr(cuda, "compile_ptx", broken)
+    with pytest.raises(compiler.CompilerError, match=r"row_stack' \(installed: numba .*, numba-cuda .*, numpy "):
+        code()
+    assert not folder.exists()

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import mxkv
+from tests.numba_gpu import no_compiler
 from tests.support import cos_sin_table, rows_of
 
-pytest.importorskip("numba")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.numba,
+    pytest.mark.skipif(bool(no_compiler()), reason=no_compiler()),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 NAMES = list(mxkv.FORMATS)
