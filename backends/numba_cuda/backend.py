@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import re
@@ -12,8 +13,16 @@ from typing import Any
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import YES, AttendSpec, Backend, CompressSpec, CompressStoreSpec, SaveRingSpec, Spec, Verdict
+from mxkv.contracts import YES, Backend, Spec, Verdict
 
+_MODULES = {
+    "store": "latents",
+    "load": "latents",
+    "attend": "attention",
+    "compress_norm": "compression",
+    "compress_store": "compression",
+    "save_ring_rows": "compression",
+}
 _OLDEST_CAPABILITY = 50
 _NUMPY_WITHOUT, _NEEDS_ROW_STACK = (2, 5), (0, 30, 4)  # the first without numpy.row_stack; the last known to need it
 
@@ -71,26 +80,21 @@ def probe(device: torch.device) -> Verdict:
 
 
 def supports(spec: Spec) -> Verdict:
-    if isinstance(spec, AttendSpec):
-        from mxkv.backends.numba_cuda import attention  # asked only where Numba is installed
-
-        return attention.supports(spec)
+    if spec.operation == "attend":
+        return _module_of(spec).supports(spec)  # asked only where Numba is installed
     return YES
 
 
+def _module_of(spec: Spec) -> Any:
+    """The module that has a call's kernel."""
+    return importlib.import_module(f"{__package__}.{_MODULES[spec.operation]}")
+
+
 def load() -> Any:
-    from mxkv.backends.numba_cuda import attention, compression, latents
-
-    def of(spec: Spec) -> Any:
-        """The module that has a call's kernel."""
-        if isinstance(spec, CompressSpec | CompressStoreSpec | SaveRingSpec):
-            return compression
-        return attention if isinstance(spec, AttendSpec) else latents
-
     return types.SimpleNamespace(
-        prepare=lambda spec: of(spec).prepare(spec),
-        tunable=lambda spec: of(spec).tunable(spec),
-        compile=lambda spec, config: of(spec).compile(spec, config),
+        prepare=lambda spec: _module_of(spec).prepare(spec),
+        tunable=lambda spec: _module_of(spec).tunable(spec),
+        compile=lambda spec, config: _module_of(spec).compile(spec, config),
     )
 
 
@@ -101,6 +105,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend", "compress_norm", "compress_store", "save_ring_rows"}),
+    operations=frozenset(_MODULES),
     slower=True,
 )
