@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any, NamedTuple, Protocol
 
 from numba import cuda, types
 
@@ -86,6 +87,11 @@ class AttendTask:
     block_rows: int
 
     @property
+    def group(self) -> int:
+        """Heads of a query that read the same rows."""
+        return self.heads
+
+    @property
     def head_blocks(self) -> int:
         return -(-self.heads // self.block_heads)
 
@@ -94,14 +100,60 @@ class AttendTask:
         return Shared(self.record.dim, self.threads, self.block_heads, self.block_rows)
 
 
+class Attention(Protocol):
+    """What the kernels read of a task."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def head_blocks(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def scaled(self) -> bool: ...
+    @property
+    def sinked(self) -> bool: ...
+    @property
+    def whole(self) -> bool: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def block_heads(self) -> int: ...
+    @property
+    def block_rows(self) -> int: ...
+    @property
+    def shared(self) -> Shared: ...
+
+
 @device
 def larger(x, y):
     """The larger number; where one is NaN, that one or the other."""
     return x if x > y else y
 
 
-def _row_finder(task: AttendTask):
-    """Two functions: where a query's rows begin and how many they are; and the place of one, 0 where there is none."""
+class Source(NamedTuple):
+    """What an attention reads, as functions that its kernel calls.
+
+    Attributes:
+        bounds_of: From the selection, a query and a length to where the query's rows begin, how many they are, and the
+            row of a table that names them.
+        place_of: From a row to two addresses, the first one 0 where there is no such row.
+        load_tile: By it a block decodes a tile's rows into shared memory.
+        prepare: What a block does to its queries, in shared memory, before it begins.
+    """
+
+    bounds_of: Any
+    place_of: Any
+    load_tile: Any
+    prepare: Any
+
+
+def latent_source(task: AttendTask) -> Source:
+    """Latent rows: they are keys and values at once."""
     ragged, pages = task.selection == "ragged", task.selection == "pages"
     index_bytes, bounds_bytes, record = task.index_bytes, task.bounds_bytes, task.record
     block_size, value_stride = record.block_size, record.value_stride
@@ -116,32 +168,36 @@ def _row_finder(task: AttendTask):
             end = min(max(fetch_index(at + rows[4], bounds_bytes), 0), length)
         elif pages:
             end = min(max(fetch_index(rows[3] + query * rows[4], bounds_bytes), 0), length)
-        return begin, max(end - begin, 0)
+        return begin, max(end - begin, 0), query
 
     @device
-    def place_of(rows, query, at, count, begin, cache, num_slots, block_stride):
+    def place_of(rows, row, at, count, begin, cache, cache_head, num_slots, block_stride):
         if at >= count:
             return i64(0), i64(0)
         if pages:
-            block = fetch_index(rows[0] + query * rows[1] + at // block_size * rows[2], index_bytes)
+            block = fetch_index(rows[0] + row * rows[1] + at // block_size * rows[2], index_bytes)
             place = at % block_size
             if block < 0 or block >= num_slots // block_size:
                 return i64(0), i64(0)
         else:
-            slot = fetch_index(rows[0] + query * rows[1] + (begin + at) * rows[2], index_bytes)
+            slot = fetch_index(rows[0] + row * rows[1] + (begin + at) * rows[2], index_bytes)
             if slot < 0 or slot >= num_slots:
                 return i64(0), i64(0)
             block, place = slot // block_size, slot % block_size
         page = cache + block * block_stride
         return page + place * value_stride, page + scale_offset + place * scale_stride
 
-    return bounds_of, place_of
+    @device
+    def prepare(memory, rows, thread):
+        pass
+
+    return Source(bounds_of, place_of, _tile_loader(task), prepare)
 
 
 def _tile_loader(task: AttendTask):
     """A function by which a block decodes a tile's rows into shared memory."""
     record, rows, threads = task.record, task.block_rows, task.threads
-    step, dim, body, size = record.step, record.dim, record.body, task.shared.row
+    step, dim, body, size, keys_at = record.step, record.dim, record.body, task.shared.row, task.shared.keys
     skipped = dim % 2 if step == _PAIR else 0
     steps = -(-dim // step)
     turns = -(-rows * steps // threads)
@@ -184,7 +240,7 @@ def _tile_loader(task: AttendTask):
     put, tidy_step, zeros = (put_eight, tidy_eight, zeros_eight) if octets else (put_two, tidy_two, zeros_two)
 
     @device
-    def load_tile(keys, places, thread):
+    def load_tile(memory, places, thread):
         for turn in range(turns):
             item = i32(thread + turn * threads)
             if item < rows * steps:
@@ -200,12 +256,12 @@ def _tile_loader(task: AttendTask):
                         x = decode_body(values_at, scales_at, at, float_of(0x3F800000))
                         if not is_plain(scales_at, at):
                             x = tidy_step(x)
-                put(keys + row * size + 4 * at, x, at >= 0)
+                put(memory + keys_at + row * size + 4 * at, x, at >= 0)
 
     return load_tile
 
 
-def _logit_summer(task: AttendTask):
+def _logit_summer(task: Attention):
     """A function by which a thread sums its part of 2 heads x 2 rows."""
     shared = task.shared
     size, parts, vectors = shared.row, shared.parts, shared.padded // VECTOR
@@ -241,39 +297,42 @@ def _logit_summer(task: AttendTask):
 
 
 def attend_kernel(task: AttendTask):
+    """The kernel that attends to latent rows; see :func:`attention_kernel`.
+
+    ``rows_of`` is (address, query stride, step, bounds' address, bounds' step).
+    """
+    return attention_kernel(task, latent_source(task))
+
+
+def attention_kernel(task: Attention, source: Source):
     """The kernel for a task, as a Python function of addresses and numbers; strides are in bytes.
 
-    ``q`` and ``result`` are (address, query stride, head stride); ``rows`` is (address, query stride, step, bounds'
-    address, bounds' step).
+    ``q`` and ``result`` are (address, query stride, head stride); ``rows_of`` says how a query's rows are selected.
     """
     shared = task.shared
     heads, rows, threads, parts = task.block_heads, task.block_rows, task.threads, shared.parts
-    all_heads, head_blocks, value_dim, dim, size = (
-        task.heads,
-        task.head_blocks,
-        task.value_dim,
-        task.record.dim,
-        shared.row,
-    )
+    all_heads, group, value_dim, dim, size = task.heads, task.group, task.value_dim, shared.dim, shared.row
+    head_blocks, group_blocks = task.head_blocks, -(-group // heads)
     padded, columns = shared.padded, -(-value_dim // threads)
     last_column, all_sums = padded - 1, heads * columns
     keys_at, partial_at, logits_at, weights_at = shared.keys, shared.partial, shared.logits, shared.weights
+    values_at = shared.values
     tops_at, factors_at, places_at = shared.tops, shared.factors, shared.places
     scaled, sinked, whole, q_bytes = task.scaled, task.sinked, task.whole, ELEMENT_BYTES[task.dtype]
     read_query = element_reader(task.dtype)
-    bounds_of, place_of = _row_finder(task)
-    load_tile, sum_logits = _tile_loader(task), _logit_summer(task)
+    bounds_of, place_of, load_tile, prepare = source
+    sum_logits = _logit_summer(task)
     out_dtype = task.dtype if whole else "fp32"
     out_bytes, write = ELEMENT_BYTES[out_dtype], element_writer(out_dtype)
 
     @device
-    def load_queries(q, query, first_head, shared_at, thread):
+    def load_queries(q, query, first_head, last_head, shared_at, thread):
         item = i32(thread)
         while item < heads * padded:
             head = item // padded
             at = item - head * padded
             x = float_of(0)
-            if first_head + head < all_heads and at < dim:
+            if first_head + head < last_head and at < dim:
                 x = read_query(q[0] + query * q[1] + (first_head + head) * q[2] + at * q_bytes)
             shared_put(shared_at + head * size + 4 * at, x)
             item = i32(item + threads)
@@ -290,10 +349,13 @@ def attend_kernel(task: AttendTask):
         thread = cuda.threadIdx.x
         block = i64(cuda.blockIdx.x)
         item = block // head_blocks
-        first_head = i32(block - item * head_blocks) * heads
+        head_block = i32(block - item * head_blocks)
+        cache_head = head_block // group_blocks
+        first_head = cache_head * group + (head_block - cache_head * group_blocks) * heads
+        last_head = cache_head * group + group
         query = item // splits
         split = item - query * splits
-        begin, count = bounds_of(rows_of, query, length)
+        begin, count, table_row = bounds_of(rows_of, query, length)
         tiles = (count + rows - 1) // rows
         share = (tiles + splits - 1) // splits
         tile, last = split * share, min(split * share + share, tiles)
@@ -302,7 +364,8 @@ def attend_kernel(task: AttendTask):
         if scaled:  # the same for every value: it stays out of the products
             factor = fetch_float(cache_scale)
             scale = mul(scale, factor)
-        load_queries(q, query, first_head, memory, thread)
+        load_queries(q, query, first_head, last_head, memory, thread)
+        prepare(memory, rows_of, thread)
         for i in range(all_sums):
             accumulated[i] = 0
         total = float_of(0)
@@ -318,13 +381,15 @@ def attend_kernel(task: AttendTask):
             row = thread + i * threads
             if row < rows:
                 at = tile * rows + row
-                values_at, scales_at = place_of(rows_of, query, at, count, begin, cache, num_slots, block_stride)
-                shared_put64(memory + places_at + 16 * row, values_at)
-                shared_put64(memory + places_at + 16 * row + 8, scales_at)
+                place, other = place_of(
+                    rows_of, table_row, at, count, begin, cache, cache_head, num_slots, block_stride
+                )
+                shared_put64(memory + places_at + 16 * row, place)
+                shared_put64(memory + places_at + 16 * row + 8, other)
         while tile < last:
             places = memory + places_at + 16 * rows * turn
             cuda.syncthreads()
-            load_tile(memory + keys_at, places, thread)
+            load_tile(memory, places, thread)
             cuda.syncthreads()
             sum_logits(memory, memory + keys_at, memory + partial_at, thread)
             cuda.syncthreads()
@@ -360,9 +425,11 @@ def attend_kernel(task: AttendTask):
                 row = thread + i * threads
                 if row < rows:
                     at = (tile + 1) * rows + row
-                    values_at, scales_at = place_of(rows_of, query, at, count, begin, cache, num_slots, block_stride)
-                    shared_put64(memory + places_at + 16 * (rows * (1 - turn) + row), values_at)
-                    shared_put64(memory + places_at + 16 * (rows * (1 - turn) + row) + 8, scales_at)
+                    place, other = place_of(
+                        rows_of, table_row, at, count, begin, cache, cache_head, num_slots, block_stride
+                    )
+                    shared_put64(memory + places_at + 16 * (rows * (1 - turn) + row), place)
+                    shared_put64(memory + places_at + 16 * (rows * (1 - turn) + row) + 8, other)
             cuda.syncthreads()
             for head in range(heads):
                 shrink = shared_fetch(memory + factors_at + 4 * head)
@@ -371,7 +438,7 @@ def attend_kernel(task: AttendTask):
             for row in range(rows):
                 for column in range(columns):
                     at = min(thread + column * threads, last_column)
-                    value = shared_fetch(memory + keys_at + row * size + 4 * at)
+                    value = shared_fetch(memory + values_at + row * size + 4 * at)
                     for head in range(heads):
                         weight = shared_fetch(memory + weights_at + 4 * (row * heads + head))
                         i = head * columns + column
@@ -389,7 +456,7 @@ def attend_kernel(task: AttendTask):
             logarithm = float_of(_MINUS_INFINITY)
             if total > 0 or total != total:
                 logarithm = top + log2(total)
-            if head < all_heads:
+            if head < last_head:
                 if whole:
                     shared_put(memory + factors_at + 4 * thread, div(factor, divisor_of(top, total, sink, head)))
                     if lse != 0:
@@ -404,7 +471,7 @@ def attend_kernel(task: AttendTask):
         if not whole:
             base += split * value_dim * out_bytes
         for head in range(heads):
-            if first_head + head < all_heads:
+            if first_head + head < last_head:
                 scaling = shared_fetch(memory + factors_at + 4 * head)
                 for column in range(columns):
                     at = thread + column * threads
@@ -415,7 +482,7 @@ def attend_kernel(task: AttendTask):
     return kernel
 
 
-def reduce_kernel(task: AttendTask):
+def reduce_kernel(task: Attention):
     """The kernel that merges a task's splits, as a Python function: sums [queries, heads, splits, value_dim] and
     logarithms [queries, heads, splits]."""
     heads, value_dim, sinked, threads = task.heads, task.value_dim, task.sinked, task.threads

@@ -83,7 +83,12 @@ def source() -> str:
 
 def flat(arguments: str) -> str:
     """The kinds of a kernel's arguments with its tuples taken apart."""
-    return "".join("i" * int(letter) if letter.isdigit() else letter for letter in arguments)
+    return "".join("i" * (tuple_size(kind) or 1) if kind != "f" else kind for kind in arguments)
+
+
+def tuple_size(kind: str) -> int:
+    """How many int64 a kind of argument is a tuple of; 0 for a number."""
+    return 0 if kind in "if" else int(kind, 36)
 
 
 def code_of(
@@ -94,7 +99,7 @@ def code_of(
     Args:
         task: The kernel's constants; their text tells one kernel from another.
         factory: From them to the kernel.
-        arguments: Each of its arguments: "i" int64, "f" fp32, a digit for a tuple of so many int64.
+        arguments: Each of its arguments: "i" int64, "f" fp32, a digit (of base 36) for a tuple of so many int64.
         capability: The device's compute capability.
     """
     key = "\n".join((factory.__qualname__, repr(task), arguments, repr(capability), version(), source()))
@@ -175,7 +180,7 @@ def compile_ptx(function: Callable[..., None], arguments: str, capability: tuple
 
     kinds = {"i": types.int64, "f": types.float32}
     signature = types.void(
-        *(types.UniTuple(types.int64, int(kind)) if kind.isdigit() else kinds[kind] for kind in arguments)
+        *(types.UniTuple(types.int64, tuple_size(kind)) if tuple_size(kind) else kinds[kind] for kind in arguments)
     )
     with _lock, _explained(), _compiling_for(capability):
         ptx: str = cuda.compile_ptx(function, signature, cc=capability)[0]

@@ -116,12 +116,16 @@ class Shared:
     Attributes:
         dim: Values of a row.
         threads, block_heads, block_rows: Of a block.
+        apart: Whether keys and values are different rows.
+        table: fp32 numbers that a block keeps beside them.
     """
 
     dim: int
     threads: int
     block_heads: int
     block_rows: int
+    apart: bool = False
+    table: int = 0
 
     @property
     def parts(self) -> int:
@@ -142,9 +146,13 @@ class Shared:
         return self.block_heads * self.row
 
     @property
+    def values(self) -> int:
+        return self.keys + self.apart * self.block_rows * self.row
+
+    @property
     def partial(self) -> int:
         """Logits [parts, HEADS, ROWS], not yet added up."""
-        return self.keys + self.block_rows * self.row
+        return self.values + self.block_rows * self.row
 
     @property
     def logits(self) -> int:
@@ -172,5 +180,9 @@ class Shared:
         return -(-(self.factors + 4 * self.block_heads) // 16) * 16
 
     @property
-    def bytes(self) -> int:
+    def tables(self) -> int:
         return self.places + 32 * self.block_rows
+
+    @property
+    def bytes(self) -> int:
+        return self.tables + 4 * self.table

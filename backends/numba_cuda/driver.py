@@ -101,7 +101,7 @@ class Kernel:
     Args:
         task: The kernel's constants.
         factory: From them to the kernel.
-        arguments: Each of its arguments: "i" int64, "f" fp32, a digit for a tuple of so many int64.
+        arguments: Each of its arguments: "i" int64, "f" fp32, a digit (of base 36) for a tuple of so many int64.
         device: Where it runs.
 
     Raises:
@@ -118,7 +118,7 @@ class Kernel:
         self.context = _context(index)
         self.most_shared = _SHARED_WITHOUT_ASKING
         flat = compiler.flat(arguments)
-        self.nested = [int(letter) if letter.isdigit() else 0 for letter in arguments]
+        self.nested = any(compiler.tuple_size(kind) for kind in arguments)
         fields = [(f"a{i}", _KINDS[letter]) for i, letter in enumerate(flat)]
         self.values = type("Values", (ctypes.Structure,), {"_fields_": fields})
         self.offsets = [getattr(self.values, name).offset for name, _ in fields]
@@ -139,7 +139,7 @@ class Kernel:
             shared: Bytes of shared memory of a block.
             *arguments: The kernel's.
         """
-        if any(self.nested):
+        if self.nested:
             flat: list[Any] = []
             for value in arguments:
                 flat.extend(value) if isinstance(value, tuple) else flat.append(value)
