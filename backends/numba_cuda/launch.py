@@ -46,7 +46,7 @@ def kernel_of(task: Any, factory: Callable[[Any], Callable[..., None]], argument
     Args:
         task: The kernel's constants.
         factory: From them to the kernel.
-        arguments: Each of the kernel's arguments: "i" int64, "f" fp32, a digit (of base 36) for a tuple of so many int64.
+        arguments: Each of the kernel's: "i" int64, "f" fp32, a digit (of base 36) for a tuple of so many int64.
         device: Where it runs.
     """
     if settings.numba_simulated():
