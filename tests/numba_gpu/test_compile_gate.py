@@ -118,6 +118,23 @@ def attend_case(
     return Case(title, make, capabilities, wide=False, exact=False)
 
 
+def compress_case(name: str, capabilities: list[tuple[int, int]], *, ratio: int = 2, **fields: bool) -> Case:
+    def make() -> tuple[Any, Callable[[Any], Any], str]:
+        from mxkv.backends.numba_cuda import compress, compression, config
+
+        options = {"marks": False, "aligned": True} | fields
+        spec = mxkv.spec("compress_norm", compress_ratio=ratio, previous=ratio == 2)
+        task = compression.compress_task(
+            spec, config.CompressConfig(32, 4), options["marks"], options["aligned"], compression.Sizes(slots=4)
+        )
+        kinds = {"norm": compression.NORM_ARGUMENTS, "save": compression.SAVE_ARGUMENTS}
+        kinds["scatter"] = compression.SCATTER_ARGUMENTS
+        return task, getattr(compress, f"{name}_kernel"), kinds[name]
+
+    title = f"compress {name} {ratio}{' marks' * fields.get('marks', False)}"
+    return Case(title, make, capabilities, wide=False)
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = [
     store_case("mxfp4", BF16, 512, CAPABILITIES),
@@ -132,6 +149,10 @@ CASES = [
     load_case("nvfp4", FP16, 512, NEWEST),
     load_case("dsv4", FP32, 512, NEWEST),
     load_case("fp8", BF16, 67, NEWEST),
+    compress_case("norm", CAPABILITIES),
+    compress_case("norm", NEWEST, ratio=1, marks=True, aligned=False),
+    compress_case("save", SOME),
+    compress_case("scatter", CAPABILITIES),
     attend_case("mxfp4", "dense", 512, CAPABILITIES),
     attend_case("dsv4", "pages", 512, NEWEST, whole=False),
     attend_case("mxfp4", "dense", 512, CAPABILITIES, whole=False, reduce=True),
@@ -193,8 +214,12 @@ def problems_of(case: Case, ptx: str, capability: tuple[int, int]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_kernels_compile(case: Case) -> None:
+def compiled(case: Case) -> None:
+    """Compile a case for all its capabilities and look at the code.
+
+    Raises:
+        AssertionError: Something is not as it was meant.
+    """
     from mxkv.backends.numba_cuda import compiler
 
     task, factory, arguments = case.make()
@@ -215,3 +240,8 @@ def test_kernels_compile(case: Case) -> None:
     assert not wrong
     if unsupported:
         pytest.skip(f"not by this toolkit: {'; '.join(unsupported)}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels_compile(case: Case) -> None:
+    compiled(case)
