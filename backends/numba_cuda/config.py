@@ -18,20 +18,23 @@ class LaunchConfig:
 
     Attributes:
         threads: Of a block, at most; a power of two.
+        width: Of these, those that take one row together, at most; a power of two. Fewer look up fewer slots.
     """
 
     threads: int
+    width: int
 
     def block(self, lines: int) -> tuple[int, int]:
-        """A block's threads: lines of a row, and rows."""
-        width = min(lines, self.threads)
+        """A block's threads: those of a row of so many lines, and rows."""
+        width = min(lines, self.width)
         return width, max(1, self.threads // width)
 
 
 def configurations() -> tuple[LaunchConfig, ...]:
     """Every configuration that is worth trying, the best guess first."""
-    sizes = (SIMULATED_THREADS, 2) if settings.numba_simulated() else (256, 128, 512, 64)
-    return tuple(LaunchConfig(threads) for threads in sizes)
+    if settings.numba_simulated():
+        return LaunchConfig(SIMULATED_THREADS, SIMULATED_THREADS), LaunchConfig(2, 1)
+    return tuple(LaunchConfig(threads, width) for width in (16, 64, 32) for threads in (256, 128, 512))
 
 
 @dataclasses.dataclass(frozen=True)

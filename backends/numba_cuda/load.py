@@ -1,7 +1,7 @@
 """Gather rows from pages and dequantize them: one kernel for every format.
 
-    grid      blocks of [tokens, steps]: a thread takes one step of a row (8 elements, or 2), then those that its
-              block's width is short of
+    grid      blocks of [tokens, steps]: a thread takes some of a row's steps (8 elements, or 2), which stand a block's
+              width apart
     reads     values         4 to 16 bytes a step, once
               scales         1 byte, with the other threads of the group
     writes    rows           16 or 32 bytes a step
@@ -30,6 +30,7 @@ from mxkv.backends.numba_cuda.primitives import (
     mul,
     put16,
     put32,
+    u32,
 )
 from mxkv.backends.numba_cuda.rows import (
     ELEMENT_BYTES,
@@ -60,7 +61,7 @@ def step_decoder(record: Record, tensor_scaled: bool):
 
     @device
     def factor_of(scales_at, at, factor):
-        return decode_scale(fetch8(scales_at + at // group)) if grouped else factor
+        return decode_scale(fetch8(scales_at + u32(at) // group)) if grouped else factor
 
     @device
     def times(x, factor):
@@ -68,7 +69,7 @@ def step_decoder(record: Record, tensor_scaled: bool):
 
     @device
     def e2m1_eight(values_at, scales_at, at, factor):
-        word = fetch_word(values_at + at // 2)
+        word = fetch_word(values_at + u32(at) // 2)
         scale = factor_of(scales_at, at, factor)
         return (
             mul(codec.decode_e2m1(word), scale), mul(codec.decode_e2m1(word >> 4), scale),
@@ -115,7 +116,7 @@ def step_decoder(record: Record, tensor_scaled: bool):
 
     @device
     def e2m1_two(values_at, scales_at, at, factor):
-        byte, scale = fetch8(values_at + at // 2), factor_of(scales_at, at, factor)
+        byte, scale = fetch8(values_at + u32(at) // 2), factor_of(scales_at, at, factor)
         return mul(codec.decode_e2m1(byte), scale), mul(codec.decode_e2m1(byte >> 4), scale)
 
     @device
@@ -144,7 +145,7 @@ def step_decoder(record: Record, tensor_scaled: bool):
     def is_plain(scales_at, at):
         if not e8m0:
             return not tensor_scaled
-        byte = fetch8(scales_at + at // group)
+        byte = fetch8(scales_at + u32(at) // group)
         return byte >= least and byte <= most
 
     pairs = {"e2m1": e2m1_two, "e4m3": e4m3_two, "bf16": plain_two}
@@ -227,7 +228,7 @@ def load_kernel(task: LoadTask):
             values_at, scales_at = place_of(cache, slot, num_slots, block_stride)
             line = i32(cuda.threadIdx.x)
             while line < lines:
-                at = line * step - skipped
+                at = i32(line * step - skipped)
                 address, first = out + token * out_stride + at * size, at >= 0
                 if not known:
                     if pairs:
