@@ -235,6 +235,10 @@ def compiled(case: Case) -> None:
             unsupported.append(reason)
             continue
         found = problems_of(case, ptx, capability)
+        taken = re.findall(r"\.param \.(\w+) \w+_param_\d+", ptx)
+        given = [{"i": "u64", "f": "f32"}[kind] for kind in compiler.flat(arguments)]
+        if taken != given:
+            found.append(f"it takes {taken}, and a launch gives {given}")
         if found:
             wrong[f"{capability[0]}.{capability[1]}"] = found
     assert not wrong
