@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from mxkv.autotune_cache.lookup import MissingConfigError
 from mxkv.autotune_cache.snapshots import digest, load_snapshot, snapshot, warmup
-from mxkv.contracts import AttendSpec, LoadSpec, StoreSpec, Verdict
+from mxkv.compression import compress_norm, compress_store, save_ring_rows
+from mxkv.contracts import AttendSpec, CompressSpec, CompressStoreSpec, LoadSpec, SaveRingSpec, StoreSpec, Verdict
 from mxkv.dispatch import plan, use_backend
 from mxkv.formats import FORMATS, Element, Format, Placement, Scale
 from mxkv.operations import attend, attend_workspace_bytes, empty_cache, explain, load, merge_partials, spec, store
@@ -19,16 +20,21 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "AttendSpec",
+    "CompressSpec",
+    "CompressStoreSpec",
     "Element",
     "Format",
     "LoadSpec",
     "MissingConfigError",
     "Placement",
+    "SaveRingSpec",
     "Scale",
     "StoreSpec",
     "Verdict",
     "attend",
     "attend_workspace_bytes",
+    "compress_norm",
+    "compress_store",
     "digest",
     "empty_cache",
     "explain",
@@ -36,6 +42,7 @@ __all__ = [
     "load_snapshot",
     "merge_partials",
     "plan",
+    "save_ring_rows",
     "snapshot",
     "spec",
     "store",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from mxkv.formats import Format
+from mxkv.formats import FORMATS, Format
 from mxkv.paging import PageLayout
 
 NONFINITE = ("propagate", "sanitize")
@@ -16,6 +16,8 @@ ROPE_DIM = 64
 SELECTIONS = ("ragged", "dense", "pages")
 MOST_HEADS = 256
 MOST_SPLITS = 1024
+COMPRESS_DIM = 512  # values of a latent that compress_norm makes
+RING_DIM = 2 * COMPRESS_DIM  # of a ring's row: values, then scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,95 @@ class AttendSpec:
     lse: bool = False
 
 
-Spec = StoreSpec | LoadSpec | AttendSpec
+@dataclasses.dataclass(frozen=True)
+class CompressSpec:
+    """Everything about a compression that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        compress_ratio: 1, or 2: pool the two tokens of each group.
+        layout: Where the rings' rows stand, in fp32: a block is a ring, its size the capacity. 0 blocks at ratio 1.
+        previous: Whether the call has rows of other ranks (and so writes no ring).
+    """
+
+    operation: ClassVar[str] = "compress_norm"
+    latent_dim: ClassVar[int] = COMPRESS_DIM
+    device: torch.device
+    compress_ratio: int
+    layout: PageLayout
+    previous: bool = False
+
+    @property
+    def format(self) -> Format:
+        """What comes out: plain bf16 rows."""
+        return FORMATS["bf16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressStoreSpec:
+    """Everything about a compression into a cache that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        format: The cache's format.
+        layout: Where the cache's records stand.
+        compress_ratio: 1, or 2: pool the two tokens of each group, and store at the token that closes it.
+        ring_layout: Where the rings' rows stand; see :class:`CompressSpec`.
+        previous: Whether the call has rows of other ranks (and so writes no ring).
+        rotate: Whether it has a table of cosines and sines (and so rotates the last 64 values).
+        scaled: Whether it has a per-tensor scale.
+        nonfinite: "propagate" or "sanitize".
+        latents: Whether the bf16 latents are asked for too.
+    """
+
+    operation: ClassVar[str] = "compress_store"
+    latent_dim: ClassVar[int] = COMPRESS_DIM
+    device: torch.device
+    format: Format
+    layout: PageLayout
+    compress_ratio: int
+    ring_layout: PageLayout
+    previous: bool = False
+    rotate: bool = False
+    scaled: bool = False
+    nonfinite: str = "propagate"
+    latents: bool = False
+
+    @property
+    def compressed(self) -> CompressSpec:
+        """The first of the two calls that this one takes the place of."""
+        return CompressSpec(self.device, self.compress_ratio, self.ring_layout, self.previous)
+
+    @property
+    def stored(self) -> StoreSpec:
+        """The second of them."""
+        return StoreSpec(
+            self.device, self.format, COMPRESS_DIM, torch.bfloat16, self.layout, True, self.rotate,
+            self.compress_ratio, self.scaled, self.nonfinite,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveRingSpec:
+    """Everything about a saving of ring rows that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        layout: Where the rings' rows stand; see :class:`CompressSpec`.
+    """
+
+    operation: ClassVar[str] = "save_ring_rows"
+    latent_dim: ClassVar[int] = RING_DIM
+    device: torch.device
+    layout: PageLayout
+
+    @property
+    def format(self) -> Format:
+        """Rows go as they are. What counts bytes by a spec's format gets that of the latents."""
+        return FORMATS["bf16"]
+
+
+Spec = StoreSpec | LoadSpec | AttendSpec | CompressSpec | CompressStoreSpec | SaveRingSpec
 
 
 class StoreFunction(Protocol):
@@ -181,6 +271,70 @@ class AttendFunction(Protocol):
         scale: float,
         num_splits: int | None,
     ) -> None: ...
+
+
+class Packed(NamedTuple):
+    """Tokens of several requests, one request after another. Indices are int32 or int64, of any stride.
+
+    Attributes:
+        rows: [>= tokens, 512 * ratio] fp32, of a row stride that is a multiple of 16: values, then scores.
+        positions: [>= tokens].
+        slots: [tokens]: ``block * capacity + position % capacity``; negative for padding.
+        query_start: [requests + 1]: where each request's tokens begin. None at ratio 1, and so are the following.
+        token_to_request: [>= tokens].
+        ring: [blocks, capacity, 1024] fp32, of strides that are multiples of 16.
+        prev_rows: [rows, 1024] fp32, or None.
+        prev_row_indices: [>= requests]: a row of prev_rows, or -1: the ring. None where prev_rows is.
+        weight: [512] bf16.
+        eps: Added to the mean of squares.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_start: torch.Tensor | None
+    token_to_request: torch.Tensor | None
+    ring: torch.Tensor | None
+    prev_rows: torch.Tensor | None
+    prev_row_indices: torch.Tensor | None
+    weight: torch.Tensor
+    eps: float
+
+
+class CompressFunction(Protocol):
+    """``compress_norm`` of a backend's module: fills the rows of ``out`` [>= tokens, 512] bf16 whose tokens close a
+    group (every token's of a slot of at least 0, at ratio 1) and leaves the others; saves rows to the rings.
+
+    There is at least one token; everything about shapes, strides and dtypes has been checked, and no value has: see
+    :func:`mxkv.compress_norm` for what an index out of range does. ``out`` has any row stride.
+    """
+
+    def __call__(self, spec: CompressSpec, packed: Packed, out: torch.Tensor) -> None: ...
+
+
+class CompressStoreFunction(Protocol):
+    """``compress_store`` of a backend's module: ``compress_norm``, then ``store`` of the latents that it made.
+
+    ``cache_slots`` and ``packed.positions`` have at least as many tokens as ``packed.slots``. ``out`` is None unless
+    the latents are asked for.
+    """
+
+    def __call__(
+        self,
+        spec: CompressStoreSpec,
+        packed: Packed,
+        cache: torch.Tensor,
+        cache_slots: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        cache_scale: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> None: ...
+
+
+class SaveRingFunction(Protocol):
+    """``save_ring_rows`` of a backend's module: ``rows`` [n, 1024] fp32 to slots [n] of ``ring``; n is at least 1."""
+
+    def __call__(self, spec: SaveRingSpec, rows: torch.Tensor, slots: torch.Tensor, ring: torch.Tensor) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from mxkv import checks, dispatch
+from mxkv import checks, compression_checks, dispatch
+from mxkv.contracts import Packed
 
 _library = torch.library.Library("mxkv", "DEF")
 
@@ -28,6 +29,14 @@ _SCHEMAS = (
     "Tensor? block_table=None, Tensor? seq_lens=None, str? format=None, Tensor? cache_scale=None, "
     "float? scale=None, Tensor? sink=None, int? num_splits=None, Tensor(b!)? lse=None, Tensor(c!)? workspace=None, "
     "str? backend=None) -> ()",
+    "compress_norm(Tensor kv_score, Tensor positions, Tensor(a!)? state_cache, Tensor slots, Tensor? query_start, "
+    "Tensor? token_to_request, Tensor weight, float eps, int compress_ratio, Tensor(b!) out, Tensor? prev_rows=None, "
+    "Tensor? prev_row_indices=None, str? backend=None) -> ()",
+    "save_ring_rows(Tensor rows, Tensor slots, Tensor(a!) state_cache, str? backend=None) -> ()",
+    "compress_store(Tensor kv_score, Tensor positions, Tensor(a!)? state_cache, Tensor slots, Tensor? query_start, "
+    "Tensor? token_to_request, Tensor weight, float eps, int compress_ratio, Tensor(b!) cache, Tensor cache_slots, "
+    "Tensor? prev_rows=None, Tensor? prev_row_indices=None, Tensor(c!)? out=None, str? format=None, "
+    "Tensor? cos_sin=None, Tensor? cache_scale=None, str nonfinite='propagate', str? backend=None) -> ()",
 )
 
 _MOST_PLANS = 4096
@@ -235,6 +244,106 @@ def attend_workspace_bytes(
     return 0 if needed is None else int(needed(q.shape[0], rows, num_splits))
 
 
+def _packed_kind(packed: Packed) -> Any:
+    """What a memoised call depends on in its tokens, rings and weights."""
+    rows, ring, previous = packed.rows, packed.ring, packed.prev_rows
+    return (
+        _kind(rows), rows.storage_offset() % compression_checks.ROW_STEP, _index_kind(packed.positions),
+        _index_kind(packed.slots), _index_kind(packed.query_start), _index_kind(packed.token_to_request),
+        None if ring is None else (ring.shape, *_kind(ring), ring.storage_offset() % compression_checks.ROW_STEP),
+        None if previous is None else (*_kind(previous), previous.storage_offset() % compression_checks.ROW_STEP),
+        _index_kind(packed.prev_row_indices), packed.weight.shape, _kind(packed.weight),
+    )  # fmt: skip
+
+
+def _compress_norm(
+    kv_score: torch.Tensor,
+    positions: torch.Tensor,
+    state_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    query_start: torch.Tensor | None,
+    token_to_request: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    compress_ratio: int,
+    out: torch.Tensor,
+    prev_rows: torch.Tensor | None = None,
+    prev_row_indices: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    packed = Packed(
+        kv_score, positions, slots, query_start, token_to_request, state_cache, prev_rows, prev_row_indices, weight, eps
+    )
+    key = ("compress_norm", _packed_kind(packed), compress_ratio, _kind(out), backend, dispatch.forced(),
+           dispatch.added())  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        spec = compression_checks.compress_spec(packed, compress_ratio, out)
+        found = _remember(key, dispatch.plan(spec, backend), spec.latent_dim)
+    compression_checks.check_counts(packed, compress_ratio, out)
+    if slots.shape[0]:
+        found[0](packed, out)
+
+
+def _save_ring_rows(
+    rows: torch.Tensor, slots: torch.Tensor, state_cache: torch.Tensor, backend: str | None = None
+) -> None:
+    step = compression_checks.ROW_STEP
+    key = (
+        "save_ring_rows", _kind(rows), rows.storage_offset() % step, _index_kind(slots), state_cache.shape,
+        _kind(state_cache), state_cache.storage_offset() % step, backend, dispatch.forced(), dispatch.added(),
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        spec = compression_checks.save_ring_spec(rows, slots, state_cache)
+        found = _remember(key, dispatch.plan(spec, backend), spec.latent_dim)
+    if slots.shape[0] > rows.shape[0]:
+        compression_checks.save_ring_spec(rows, slots, state_cache)  # raises
+    if slots.shape[0]:
+        found[0](rows[: slots.shape[0]], slots, state_cache)
+
+
+def _compress_store(
+    kv_score: torch.Tensor,
+    positions: torch.Tensor,
+    state_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    query_start: torch.Tensor | None,
+    token_to_request: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    compress_ratio: int,
+    cache: torch.Tensor,
+    cache_slots: torch.Tensor,
+    prev_rows: torch.Tensor | None = None,
+    prev_row_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    format: str | None = None,
+    cos_sin: torch.Tensor | None = None,
+    cache_scale: torch.Tensor | None = None,
+    nonfinite: str = "propagate",
+    backend: str | None = None,
+) -> None:
+    packed = Packed(
+        kv_score, positions, slots, query_start, token_to_request, state_cache, prev_rows, prev_row_indices, weight, eps
+    )
+    key = (
+        "compress_store", _packed_kind(packed), compress_ratio, _kind(out), cache.shape, _kind(cache), cache.stride(),
+        _index_kind(cache_slots), _kind(cos_sin),
+        None if cache_scale is None else (cache_scale.numel(), *_kind(cache_scale)),
+        format, nonfinite, backend, dispatch.forced(), dispatch.added(),
+    )  # fmt: skip
+    found = _plans.get(key)
+    if found is None:
+        spec = compression_checks.compress_store_spec(
+            packed, compress_ratio, cache, cache_slots, out, format, cos_sin, cache_scale, nonfinite
+        )
+        found = _remember(key, dispatch.plan(spec, backend), spec.latent_dim)
+    compression_checks.check_counts(packed, compress_ratio, out, cache_slots)
+    if slots.shape[0]:
+        found[0](packed, cache, cache_slots, cos_sin, cache_scale, out)
+
+
 def _fake_store(
     cache: torch.Tensor,
     latent: torch.Tensor,
@@ -297,11 +406,70 @@ def _fake_attend(
     )
 
 
+def _fake_compress_norm(
+    kv_score: torch.Tensor,
+    positions: torch.Tensor,
+    state_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    query_start: torch.Tensor | None,
+    token_to_request: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    compress_ratio: int,
+    out: torch.Tensor,
+    prev_rows: torch.Tensor | None = None,
+    prev_row_indices: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    packed = Packed(
+        kv_score, positions, slots, query_start, token_to_request, state_cache, prev_rows, prev_row_indices, weight, eps
+    )
+    compression_checks.compress_spec(packed, compress_ratio, out)
+
+
+def _fake_save_ring_rows(
+    rows: torch.Tensor, slots: torch.Tensor, state_cache: torch.Tensor, backend: str | None = None
+) -> None:
+    compression_checks.save_ring_spec(rows, slots, state_cache)
+
+
+def _fake_compress_store(
+    kv_score: torch.Tensor,
+    positions: torch.Tensor,
+    state_cache: torch.Tensor | None,
+    slots: torch.Tensor,
+    query_start: torch.Tensor | None,
+    token_to_request: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    compress_ratio: int,
+    cache: torch.Tensor,
+    cache_slots: torch.Tensor,
+    prev_rows: torch.Tensor | None = None,
+    prev_row_indices: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    format: str | None = None,
+    cos_sin: torch.Tensor | None = None,
+    cache_scale: torch.Tensor | None = None,
+    nonfinite: str = "propagate",
+    backend: str | None = None,
+) -> None:
+    packed = Packed(
+        kv_score, positions, slots, query_start, token_to_request, state_cache, prev_rows, prev_row_indices, weight, eps
+    )
+    compression_checks.compress_store_spec(
+        packed, compress_ratio, cache, cache_slots, out, format, cos_sin, cache_scale, nonfinite
+    )
+
+
 _functions: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (_store, _fake_store),
     (_load, _fake_load),
     (_load_out, _fake_load_out),
     (_attend, _fake_attend),
+    (_compress_norm, _fake_compress_norm),
+    (_save_ring_rows, _fake_save_ring_rows),
+    (_compress_store, _fake_compress_store),
 )
 for _schema, (_implementation, _fake) in zip(_SCHEMAS, _functions, strict=True):
     _name = _schema.split("(")[0]
@@ -313,3 +481,6 @@ store_op = torch.ops.mxkv.store.default
 load_op = torch.ops.mxkv.load.default
 load_out_op = torch.ops.mxkv.load_out.default
 attend_op = torch.ops.mxkv.attend.default
+compress_norm_op = torch.ops.mxkv.compress_norm.default
+save_ring_rows_op = torch.ops.mxkv.save_ring_rows.default
+compress_store_op = torch.ops.mxkv.compress_store.default

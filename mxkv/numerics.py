@@ -137,6 +137,62 @@ def quantize_groups(
     return (encode_e2m1(scaled) if element is Element.E2M1 else encode_e4m3(scaled)), scales
 
 
+LOG2_E = 1.4426950216293335
+EXP2_COEFFICIENTS = (
+    0.6931470632553101, 0.24022234976291656, 0.055506784468889236, 0.009671961888670921, 0.0013274633092805743,
+)  # fmt: skip
+"""2**f on [-1/2, 1/2] is 1 + f * (these, as a polynomial in f): each an fp32, within 2e-7 of it."""
+
+INTEGERS = 12582912.0
+"""1.5 * 2**23: added to a small fp32, it rounds it to an integer."""
+INTEGERS_BITS = 0x4B400000
+MOST_HALVINGS = 126.0
+
+
+def softmax_of_two(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The softmax weights of two fp32 scores, in arithmetic that every backend rounds alike.
+
+    With e = exp(-|second - first|) the larger score weighs 1 / (1 + e), the other e times that. The exponential is a
+    product, a rounding to an integer and a polynomial: a library's own would differ in its last bits from another's,
+    which values that cancel each other turn into a difference that can be seen. From 2**-126 on it is 0. NaN gives NaN.
+    """
+    difference = second - first
+    halvings = difference.abs() * LOG2_E
+    rounded = halvings + INTEGERS
+    fraction = (rounded - INTEGERS) - halvings  # exact, in [-1/2, 1/2]
+    power = torch.full_like(fraction, EXP2_COEFFICIENTS[-1])
+    for coefficient in (*EXP2_COEFFICIENTS[-2::-1], 1.0):
+        power = power * fraction + coefficient
+    scale = ((INTEGERS_BITS + 127 - rounded.view(torch.int32)) << EXPONENT_SHIFT).view(torch.float32)
+    smaller = torch.where(halvings >= MOST_HALVINGS, 0.0, power * scale)
+    large = divide(torch.ones_like(smaller), smaller + 1.0)
+    small = smaller * large
+    rises = difference >= 0
+    return torch.where(rises, small, large), torch.where(rises, large, small)
+
+
+def sum_of_squares(rows: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension of fp32 rows [..., 512], in one order: [..., 1].
+
+    Neighbours are added first, which leaves 256; then halves, until 64 are left; then neighbours again; then halves.
+    It is the order in which 32 threads that hold two pairs, four times, add with the fewest exchanges.
+    """
+    squares = rows * rows
+    for halves in (False, True, True, False, True, True, True, True, True):
+        if halves:
+            width = squares.shape[-1] // 2
+            squares = squares[..., :width] + squares[..., width:]
+        else:
+            squares = squares[..., ::2] + squares[..., 1::2]
+    return squares
+
+
+def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """fp32 rows [..., 512] over the root of their mean square, times weights [512], as bf16."""
+    root = (sum_of_squares(rows) * (1.0 / rows.shape[-1]) + eps).sqrt()
+    return encode_bf16(rows * divide(torch.ones_like(root), root) * weight.to(torch.float32))
+
+
 def merge_partials(
     outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None, return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mxkv import contracts, dispatch, library, numerics
+from mxkv.compression_checks import ring_layout_of
 from mxkv.formats import Format, get_format
 from mxkv.library import attend_op, load_op, load_out_op, store_op
 from mxkv.paging import contiguous_layout, layout_of
@@ -345,40 +347,54 @@ def spec(
     latent_dim: int = 512,
     dtype: torch.dtype = torch.bfloat16,
     cache: torch.Tensor | None = None,
+    state_cache: torch.Tensor | None = None,
     **fields: Any,
 ) -> contracts.Spec:
     """The description of a kind of call: what :func:`explain`, :func:`plan` and :func:`warmup` take.
 
     Args:
-        operation: "store", "load" or "attend".
+        operation: "store", "load", "attend", "compress_norm", "compress_store" or "save_ring_rows".
         device: Where the tensors would be.
         format: A format's name, or a format.
         latent_dim: Values of a row.
         dtype: Of the rows; of the queries for "attend".
         cache: A cache whose layout the calls have; pages of 64 slots, one after another, if None.
+        state_cache: Rings whose layout the calls of the last three operations have; of 8 rows each, if None.
         **fields: Further fields of the operation's spec (:mod:`mxkv.contracts`), such as ``compress_ratio=2``.
 
     Raises:
         TypeError: The operation's spec has no such field.
         ValueError: An unknown operation or format, a latent_dim that does not fit the format, or such a cache.
     """
-    specs = {kind.operation: kind for kind in (contracts.StoreSpec, contracts.LoadSpec, contracts.AttendSpec)}
+    specs = {kind.operation: kind for kind in typing.get_args(contracts.Spec)}
     if operation not in specs:
         raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join(specs)}")
+    where = dispatch.resolve_device(device)
+    if operation in ("compress_norm", "compress_store"):
+        fields = {"compress_ratio": 2, **fields}
+    if operation in ("compress_norm", "save_ring_rows"):
+        made: contracts.Spec = specs[operation](where, layout=ring_layout_of(state_cache), **fields)
+        return made
+    if operation == "compress_store":
+        fields["ring_layout"] = ring_layout_of(state_cache)
     fmt = get_format(format)
     if cache is not None:
         fields["layout"] = layout_of(cache, fmt, latent_dim)
     layout = fields.pop("layout", None) or contiguous_layout(fmt, latent_dim, num_blocks=1024, block_size=64)
     if operation == "attend":
         fields = {"heads": 1, "value_dim": latent_dim, **fields}
-    return specs[operation](dispatch.resolve_device(device), fmt, latent_dim, dtype, layout, **fields)
+    if operation == "compress_store":
+        made = contracts.CompressStoreSpec(where, fmt, layout, **fields)
+    else:
+        made = specs[operation](where, fmt, latent_dim, dtype, layout, **fields)
+    return made
 
 
 def explain(operation: str, *, backend: str | None = None, **arguments: Any) -> dispatch.Explanation:
     """Who would run an operation, and why the other backends would not. Print it.
 
     Args:
-        operation: "store", "load" or "attend".
+        operation: One of those of :func:`spec`.
         backend: The backend to force, as in a call.
         **arguments: Those of :func:`spec`.
 

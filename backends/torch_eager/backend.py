@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from mxkv.contracts import YES, AttendSpec, Backend, Spec, Verdict
+from mxkv.contracts import (
+    YES,
+    AttendSpec,
+    Backend,
+    CompressSpec,
+    CompressStoreSpec,
+    SaveRingSpec,
+    Spec,
+    Verdict,
+)
 
 
 def probe(device: torch.device) -> Verdict:
@@ -21,16 +30,21 @@ def supports(spec: Spec) -> Verdict:
 
 
 def load() -> Any:
-    from mxkv.backends.torch_eager import attention, latents
+    from mxkv.backends.torch_eager import attention, compression, latents
 
     def of(spec: Spec) -> Any:
         """The module that has a call's code."""
+        if isinstance(spec, CompressSpec | CompressStoreSpec | SaveRingSpec):
+            return compression
         return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
         store=latents.store,
         load=latents.load,
         attend=attention.attend,
+        compress_norm=compression.compress_norm,
+        compress_store=compression.compress_store,
+        save_ring_rows=compression.save_ring_rows,
         prepare=lambda spec: of(spec).prepare(spec),
         tunable=lambda spec: of(spec).tunable(spec),
     )
@@ -43,6 +57,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend"}),
+    operations=frozenset({"store", "load", "attend", "compress_norm", "compress_store", "save_ring_rows"}),
     slower=True,
 )

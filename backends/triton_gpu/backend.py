@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import ROPE_DIM, YES, AttendSpec, Backend, Spec, StoreSpec, Verdict
+from mxkv.contracts import (
+    ROPE_DIM,
+    YES,
+    AttendSpec,
+    Backend,
+    CompressSpec,
+    CompressStoreSpec,
+    SaveRingSpec,
+    Spec,
+    StoreSpec,
+    Verdict,
+)
 
 _OLDEST_CAPABILITY = 80
 
@@ -41,10 +52,12 @@ def supports(spec: Spec) -> Verdict:
 
 
 def load() -> Any:
-    from mxkv.backends.triton_gpu import attention, latents
+    from mxkv.backends.triton_gpu import attention, compression, latents
 
     def of(spec: Spec) -> Any:
         """The module that has a call's kernel."""
+        if isinstance(spec, CompressSpec | CompressStoreSpec | SaveRingSpec):
+            return compression
         return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
@@ -61,5 +74,5 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend"}),
+    operations=frozenset({"store", "load", "attend", "compress_norm", "compress_store", "save_ring_rows"}),
 )

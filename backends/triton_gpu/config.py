@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mxkv.contracts import AttendSpec, Spec, StoreSpec
+from mxkv.contracts import AttendSpec, CompressSpec, CompressStoreSpec, SaveRingSpec, Spec, StoreSpec
 from mxkv.devices import Target
 from mxkv.formats import Element
 
@@ -162,3 +162,42 @@ def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, c
         return 1
     share = -(-tiles // wanted)
     return -(-tiles // share)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressConfig:
+    """How a compression is launched. A program has one warp: a token's values then need no exchange between warps.
+
+    Attributes:
+        block_tokens: Tokens that a program takes, one after another.
+        most_registers: Registers of a thread, so that more programs fit a multiprocessor; 255 limits nothing (and so
+            does any number on AMD).
+    """
+
+    block_tokens: int
+    most_registers: int = 255
+
+
+Compression = CompressSpec | CompressStoreSpec | SaveRingSpec
+_PROGRAMS_PER_UNIT = 16  # of one warp: enough to hide what a program waits for
+
+
+def compress_default(spec: Compression, target: Target, tokens: int, compute_units: int) -> CompressConfig:
+    """A configuration that is good without tuning: a program for each group, or for each token while there are few.
+
+    Args:
+        spec: The call.
+        target: Whose code runs.
+        tokens: Its tokens, rounded up to a power of two.
+        compute_units: Of the device.
+    """
+    pooled = not isinstance(spec, SaveRingSpec) and spec.compress_ratio == 2
+    many = tokens >= 2 * _PROGRAMS_PER_UNIT * compute_units
+    loops = target.vendor != "amd"  # whose compiler unrolls the loop, and has too few registers then
+    return CompressConfig(2 if pooled and many and loops else 1)
+
+
+def compress_configurations(spec: Compression) -> tuple[CompressConfig, ...]:
+    """Every configuration that is worth trying, the default ones among them."""
+    limits = (255,) if isinstance(spec, SaveRingSpec) else (255, 64)
+    return tuple(CompressConfig(tokens, registers) for registers in limits for tokens in (1, 2, 4, 8))

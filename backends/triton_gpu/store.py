@@ -193,8 +193,22 @@ def _encode_packed(rows, pair, mask, REGION: tl.constexpr, TASK: tl.constexpr):
 @triton.jit
 def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
     """The values of a region's groups in fp32, a pair in an int32, and their scale bytes."""
-    PATHS: tl.constexpr = TASK.paths
     x, y = _load_pairs(rows, pair, mask, TASK)
+    return encode_group_pairs(x, y, pair, mask, table, at, REGION, TASK)
+
+
+@triton.jit
+def encode_group_pairs(x, y, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
+    """From the even and odd elements of a region's groups (fp32): their values, a pair in an int32, and scale bytes.
+
+    Args:
+        x, y: [.., groups, pairs].
+        pair: Which pair of the row each is.
+        mask: Which exist.
+        table: Cosines and sines, or None.
+        at: Where in the table the tokens' begin.
+    """
+    PATHS: tl.constexpr = TASK.paths
     if REGION.rotated < REGION.end:
         x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
     if TASK.sanitize:
@@ -222,17 +236,29 @@ def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.co
 @triton.jit
 def _encode_plain(rows, pair, mask, table, at, reciprocal, REGION: tl.constexpr, TASK: tl.constexpr):
     """Values without group scales: bf16, or E4M3 of bf16(x) / (the cache's scale)."""
-    PATHS: tl.constexpr = TASK.paths
     if TASK.dtype == "bf16" and REGION.rotated >= REGION.end and (TASK.propagate or REGION.element == "e4m3"):
-        words = _load_words(rows, pair, mask, TASK)
+        return _plain_values(_load_words(rows, pair, mask, TASK), reciprocal, REGION, TASK)
     else:
         x, y = _load_pairs(rows, pair, mask, TASK)
-        if REGION.rotated < REGION.end:
-            x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
-        if TASK.sanitize and REGION.element == "bf16":
-            largest = codec.float_of(tl.full([1, 1, 1], codec.BF16_MAX_BITS << 16, tl.int32))
-            x, y = _sanitize(x, largest), _sanitize(y, largest)
-        words = codec.bf16_pair(x, y, PATHS)
+        return encode_plain_pairs(x, y, pair, mask, table, at, reciprocal, REGION, TASK)
+
+
+@triton.jit
+def encode_plain_pairs(x, y, pair, mask, table, at, reciprocal, REGION: tl.constexpr, TASK: tl.constexpr):
+    """As :func:`encode_group_pairs`, without group scales. ``reciprocal``: that of the cache's scale."""
+    PATHS: tl.constexpr = TASK.paths
+    if REGION.rotated < REGION.end:
+        x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
+    if TASK.sanitize and REGION.element == "bf16":
+        largest = codec.float_of(tl.full([1, 1, 1], codec.BF16_MAX_BITS << 16, tl.int32))
+        x, y = _sanitize(x, largest), _sanitize(y, largest)
+    return _plain_values(codec.bf16_pair(x, y, PATHS), reciprocal, REGION, TASK)
+
+
+@triton.jit
+def _plain_values(words, reciprocal, REGION: tl.constexpr, TASK: tl.constexpr):
+    """From two bf16 in a word."""
+    PATHS: tl.constexpr = TASK.paths
     if REGION.element == "bf16":
         return codec.canonical_bf16(words)
     x, y = codec.float_of(words << 16), codec.float_of(words & -65536)
@@ -254,7 +280,7 @@ def _not_finite(x, TASK: tl.constexpr):
 
 
 @triton.jit
-def _store_values(record, pair, values, mask, REGION: tl.constexpr, TASK: tl.constexpr):
+def store_values(record, pair, values, mask, REGION: tl.constexpr, TASK: tl.constexpr):
     """A region's values, in the widest pieces that the records' alignment allows."""
     BITS: tl.constexpr = 8 * REGION.pair_bytes
     if REGION.pair_bytes <= TASK.alignment:
@@ -304,7 +330,7 @@ def _store_region(
         values = _encode_plain(
             rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], reciprocal, REGION, TASK
         )
-    _store_values(record, pair, values, stored[:, None, None] & inside, REGION, TASK)
+    store_values(record, pair, values, stored[:, None, None] & inside, REGION, TASK)
 
 
 @triton.jit

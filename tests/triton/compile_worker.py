@@ -36,7 +36,7 @@ from mxkv.backends.triton_gpu import latents
 from mxkv.backends.triton_gpu.config import LaunchConfig, default_config
 from mxkv.contracts import ROPE_DIM
 from mxkv.devices import Target
-from tests.triton import attend_cases
+from tests.triton import attend_cases, compress_cases
 
 H200_COMPUTE_UNITS = 132
 MANY_TOKENS = 1 << 16
@@ -274,16 +274,17 @@ def main() -> int:
         parser.error(f"MXKV_TARGET must name a GPU target, got {os.environ.get('MXKV_TARGET')!r}")
     failures = count = 0
     started = time.perf_counter()
-    for case in itertools.chain(cases(arguments.all), attend_cases.cases(arguments.all)):
+    families = (module.cases(arguments.all) for module in (attend_cases, compress_cases))
+    for case in itertools.chain(cases(arguments.all), *families):
         if arguments.match not in case.name:
             continue
         print(case.name, flush=True)
         begun = time.perf_counter()
         try:
-            attend = isinstance(case, attend_cases.AttendCase)
-            compiled = compile_launch(case.launch(Recorder, target) if attend else launch_of(case), target)
+            plain = isinstance(case, Case)
+            compiled = compile_launch(launch_of(case) if plain else case.launch(Recorder, target), target)
             code = read_nvidia(compiled) if target.vendor == "nvidia" else read_amd(compiled)
-            wrong = case.problems(code, target) if attend else problems(case, code, target)
+            wrong = problems(case, code, target) if plain else case.problems(code, target)
             shared = compiled.metadata.shared
             if shared > target.shared_memory:
                 wrong.append(f"takes {shared} bytes of shared memory, {target.name} has {target.shared_memory}")
