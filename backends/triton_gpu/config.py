@@ -128,15 +128,16 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
     width = _padded(spec.value_dim)
     plain = spec.format.element is Element.BF16
     heads = [heads for heads in (64, 32, 16) if heads < 2 * spec.heads and heads * width <= 1 << 15] or [16]
+    # Programs per unit come first: those that differ in nothing else are one kernel, which is then compiled but once.
     found = [
-        AttendConfig(block_heads, rows, programs, warps, num_stages, dims, registers)
+        AttendConfig(block_heads, rows, programs[block_heads == 64], warps, num_stages, dims, registers)
+        for programs in ((2, 1), (1, 2), (4, 4))
         for block_heads in heads[:2]
         for rows in (32, 64, 16)
         for warps in ((4, 8) if block_heads * width <= 1 << 14 else (8,))
         for dims in ((64, 128) if block_heads == 16 else (512, 128))
         for registers in ((255, 128) if block_heads * width <= 32 * 32 * warps else (255,))
         for num_stages in ((5, 3) if plain else (2,))
-        for programs in ((1, 2, 4) if block_heads == 64 else (2, 1, 4))
     ]
     default = attend_default(spec, target, 1, 1)
     return (default, *(config for config in found if config != default and fits(spec, target, config)))
