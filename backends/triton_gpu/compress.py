@@ -155,6 +155,10 @@ class CompressTask:
     paths: Paths
 
     @property
+    def addresses(self) -> bool:
+        return self.paths.register == "v"
+
+    @property
     def regions(self) -> int:
         return 0 if self.store is None else len(self.store.regions)
 
@@ -162,6 +166,12 @@ class CompressTask:
 @triton.jit
 def _row(pointer, TASK: tl.constexpr):
     return tl.multiple_of(pointer, 16) if TASK.aligned else pointer
+
+
+@triton.jit
+def _address(pointer, TASK: tl.constexpr):
+    """What a branch may give: AMD's compiler has no pointer that comes from one of several tensors."""
+    return pointer.to(tl.int64) if TASK.addresses else pointer
 
 
 @triton.jit
@@ -286,9 +296,7 @@ def _store_region(
     at_row = pair + REGION.first // 2
     if REGION.scale == "e8m0" or REGION.scale == "e4m3":
         values, byte = encode_group_pairs(x, y, at_row, inside, target.cos_sin, at, REGION, STORE)
-        # Byte by byte they need no exchange between threads.
-        scales = tl.max_contiguous(scales_at + REGION.first_scale + group, [1, 1])
-        tl.store(scales, byte.to(tl.uint8), mask=group < REGION.groups)
+        tl.store(scales_at + REGION.first_scale + group, byte.to(tl.uint8), mask=group < REGION.groups)
     else:
         values = encode_plain_pairs(x, y, at_row, inside, target.cos_sin, at, reciprocal, REGION, STORE)
     store_values(values_at + REGION.value_offset, pair, values, inside, REGION, STORE)
@@ -378,19 +386,18 @@ def _take_token(
     row = _row(rows.ptr + token * rows.stride, TASK)
     closes = (position > 0) & (position % 2 == 1) & (slot >= 0) & ((token - begin > 1) | (first_slot >= 0))
     if inside & closes:
-        # As addresses: AMD's compiler has no pointer that may come from one of several tensors.
-        before = (rows.ptr + tl.maximum(token - 1, 0) * rows.stride).to(tl.int64)
+        before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
         known = (token > begin) | reads
         if token == begin:
             if reads:
-                before = _ring_row(kept, ring, TASK).to(tl.int64)
+                before = _address(_ring_row(kept, ring, TASK), TASK)
             if TASK.previous:
                 index = tl.load(previous.indices + request * previous.indices_stride).to(tl.int64)
                 if index >= 0:
-                    before = (previous.ptr + index * previous.stride).to(tl.int64)
+                    before = _address(previous.ptr + index * previous.stride, TASK)
                     known = index < previous.rows
         if known:
-            first = _row(before.to(tl.pointer_type(tl.float32)), TASK)
+            first = _row(before.to(tl.pointer_type(tl.float32)) if TASK.addresses else before, TASK)
             _make_latent(first, row, token, position, weight, eps, out, target, TASK)
     if not TASK.previous:
         saved = inside & (slot >= 0) & (slot < ring.slots) & (first_slot >= 0) & (token >= end - TASK.capacity)

@@ -19,6 +19,7 @@ from mxkv.devices import Target
 from tests.compression_cases import packed
 from tests.support import CUSTOM
 
+MOST_SPILLED = 16  # bytes, by newer compilers at the limit of 64 registers; on an H200 that limit saves much time
 MANY_TOKENS, H200_COMPUTE_UNITS = 1 << 18, 132
 
 
@@ -93,13 +94,20 @@ class CompressCase:
 
     def problems(self, code: Any, target: Target) -> list[str]:
         """What is wrong with the machine code."""
-        found = [f"spills {code.spills} bytes or registers"] if code.spills else []
+        found = []
+        # Where AMD's compiler unrolls the loop over tokens it runs out of scalar registers; no default has one there.
+        tolerated = MOST_SPILLED if target.vendor == "nvidia" and self.ratio == 2 else 0
+        if code.spills > tolerated and not (target.vendor == "amd" and self.config):
+            found.append(f"spills {code.spills} bytes or registers")
         if code.widest_load < 16:
             found.append(f"widest load is {code.widest_load} bytes, expected 16")
-        if not self.save:
-            barrier = bool(re.search(r"\bbar\.(?:warp\.)?sync|s_barrier", code.text))
-            if target.vendor == "nvidia" and barrier != (self.ratio == 2 and not self.previous):
-                found.append(f"the barrier between a ring's read and its write is {'there' if barrier else 'absent'}")
+        narrow = re.findall(r"ld\.global(?:\.\w+)*\.b64 \t?[^{]", code.text)
+        if target.vendor == "nvidia" and self.format is None and self.index == torch.int32 and narrow:
+            found.append(f"{len(narrow)} loads of rows are 8 bytes wide, expected 16")
+        saves = self.ratio == 2 and not self.previous and not self.save
+        barrier = bool(re.search(r"\bbar(?:rier)?\.(?:warp\.)?sync", code.text))
+        if target.vendor == "nvidia" and (saves and not barrier):
+            found.append("the barrier between a ring's read and its write is absent")
         e4m3 = bool(self.format) and self.format.element is Element.E4M3  # type: ignore[union-attr]
         if target.vendor == "nvidia" and (e4m3 or target.fp8 != "e4nv"):
             hardware = target.fp8 == "e4nv" and e4m3

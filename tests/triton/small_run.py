@@ -1,4 +1,4 @@
-"""A small store, load and attention of every format on a GPU, compared with the oracle: for compute-sanitizer.
+"""A small store, load, attention and compression of every format on a GPU, against the oracle: for compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.small_run
 
@@ -12,6 +12,8 @@ import sys
 import torch
 
 import mxkv
+from tests.compression_cases import DIM, packed
+from tests.support import Ops
 
 
 def attends(format: mxkv.Format, dim: int, rows: torch.Tensor, slots: torch.Tensor) -> bool:
@@ -30,6 +32,22 @@ def attends(format: mxkv.Format, dim: int, rows: torch.Tensor, slots: torch.Tens
             )  # fmt: skip
             outs.append(out.float().cpu())
     return all(torch.allclose(out, outs[0], atol=0.03, rtol=0.03) for out in outs[1:])
+
+
+def compresses(format: mxkv.Format) -> bool:
+    """Whether chunks that begin and end anywhere, of slots that partly do not exist, give the oracle's bytes."""
+    call = packed([(0, 5), (3, 4), (6, 1), (1, 3)], 2)
+    call.slots[[1, 7, 9]] = torch.tensor([-1, 1 << 40, -1])
+    written = []
+    for device, backend in (("cpu", "torch"), ("cuda", "triton")):
+        ops = Ops(backend, torch.device(device))
+        given, cache = call.arguments(ops), mxkv.empty_cache(format, 3, 4, DIM, device)
+        out = torch.zeros(call.tokens, DIM, dtype=torch.bfloat16, device=device)
+        slots = torch.arange(call.tokens, device=device) + 1
+        mxkv.compress_store(**given, cache=cache, cache_slots=slots, out=out, format=format, backend=backend)
+        mxkv.save_ring_rows(given["kv_score"], given["slots"], given["state_cache"], backend=backend)
+        written.append([tensor.view(torch.uint8).cpu() for tensor in (cache, out, given["state_cache"])])
+    return all(torch.equal(*pair) for pair in zip(*written, strict=True))
 
 
 def main() -> int:
@@ -56,6 +74,7 @@ def main() -> int:
                 caches.append(cache.view(torch.uint8).cpu())
                 loaded.append(out.view(torch.int16).cpu())
             same = torch.equal(*caches) and torch.equal(*loaded) and attends(format, dim, rows, slots)
+            same = same and (dim != DIM or compresses(format))
             print(f"{format.name} {dim} {dtype}: {'equal' if same else 'DIFFERENT'}", flush=True)
             if not same:
                 wrong.append((format.name, dim, dtype))
