@@ -274,10 +274,10 @@ def measure_small(shape: Shape, calls: int = 200) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sweep(ceiling: float) -> list[dict[str, Any]]:
+def sweep(ceiling: float, match: str) -> list[dict[str, Any]]:
     """Every configuration of some shapes: its median, if its bytes are right."""
     results = []
-    for shape in SWEEP:
+    for shape in (shape for shape in SWEEP if match in shape.name):
         sets, tried = sets_for(shape), []
         for config in CONFIGS:
             if not is_right(shape, functools.partial(Buffers.run_as, config=config)):
@@ -366,7 +366,7 @@ def main() -> int:
     ceiling = copy_ceiling()
     where = environment(ceiling)
     print(f"copy {ceiling / 1e12:.3f} TB/s", flush=True)
-    swept = sweep(ceiling) if arguments.sweep else []
+    swept = sweep(ceiling, arguments.match) if arguments.sweep else []
     shapes = []
     for shape in SHAPES:
         if arguments.match in shape.name:

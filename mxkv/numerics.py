@@ -189,7 +189,8 @@ def sum_of_squares(rows: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """fp32 rows [..., 512] over the root of their mean square, times weights [512], as bf16."""
-    root = (sum_of_squares(rows) * (1.0 / rows.shape[-1]) + eps).sqrt()
+    # torch's square root of fp32 may be one off in its last bit (MKL); that of fp64, rounded to fp32, is right.
+    root = (sum_of_squares(rows) * (1.0 / rows.shape[-1]) + eps).to(torch.float64).sqrt().to(torch.float32)
     return encode_bf16(rows * divide(torch.ones_like(root), root) * weight.to(torch.float32))
 
 

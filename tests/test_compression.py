@@ -630,24 +630,3 @@ class TestOnAGpu:
         for _ in range(10_000):
             graph.replay()
         assert odd.item() == 0
-
-    def test_the_reciprocal_is_correctly_rounded(self) -> None:
-        """All fp32 of [1, 2], which is all that the softmax asks for."""
-        import triton
-        import triton.language as tl
-
-        from mxkv.backends.triton_gpu import codec, compress
-        from mxkv.devices import target_of
-
-        @triton.jit
-        def kernel(values, results, PATHS: tl.constexpr):
-            at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-            tl.store(results + at, compress._reciprocal(tl.load(values + at), PATHS))
-
-        bits = torch.arange(0x3F800000, 0x40000400, dtype=torch.int32, device="cuda")
-        values = bits.view(torch.float32)
-        results = torch.empty_like(values)
-        kernel[(values.numel() // 1024,)](
-            values, results, codec.paths_of(target_of(torch.device("cuda:0"))), enable_fp_fusion=False
-        )
-        assert torch.equal(results, torch.ones_like(values) / values)

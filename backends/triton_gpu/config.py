@@ -128,15 +128,16 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
     width = _padded(spec.value_dim)
     plain = spec.format.element is Element.BF16
     heads = [heads for heads in (64, 32, 16) if heads < 2 * spec.heads and heads * width <= 1 << 15] or [16]
+    # Programs per unit come first: those that differ in nothing else are one kernel, which is then compiled but once.
     found = [
-        AttendConfig(block_heads, rows, programs, warps, num_stages, dims, registers)
+        AttendConfig(block_heads, rows, programs[block_heads == 64], warps, num_stages, dims, registers)
+        for programs in ((2, 1), (1, 2), (4, 4))
         for block_heads in heads[:2]
         for rows in (32, 64, 16)
         for warps in ((4, 8) if block_heads * width <= 1 << 14 else (8,))
         for dims in ((64, 128) if block_heads == 16 else (512, 128))
         for registers in ((255, 128) if block_heads * width <= 32 * 32 * warps else (255,))
         for num_stages in ((5, 3) if plain else (2,))
-        for programs in ((1, 2, 4) if block_heads == 64 else (2, 1, 4))
     ]
     default = attend_default(spec, target, 1, 1)
     return (default, *(config for config in found if config != default and fits(spec, target, config)))
@@ -178,11 +179,16 @@ class CompressConfig:
 
 
 Compression = CompressSpec | CompressStoreSpec | SaveRingSpec
-_PROGRAMS_PER_UNIT = 16  # of one warp: enough to hide what a program waits for
+_MOST_PROGRAMS = 32  # of one warp, that a multiprocessor holds at once
+_FEW_REGISTERS = 64  # so many let it hold them
 
 
 def compress_default(spec: Compression, target: Target, tokens: int, compute_units: int) -> CompressConfig:
-    """A configuration that is good without tuning: a program for each group, or for each token while there are few.
+    """A configuration that is good without tuning.
+
+    Pooling waits for memory several times: on an H200 a limit of 64 registers, which lets a multiprocessor hold as many
+    programs as it can, was worth more than what the compiler does with more of them. A program takes several tokens
+    once there are enough for two rounds of such programs.
 
     Args:
         spec: The call.
@@ -190,10 +196,14 @@ def compress_default(spec: Compression, target: Target, tokens: int, compute_uni
         tokens: Its tokens, rounded up to a power of two.
         compute_units: Of the device.
     """
-    pooled = not isinstance(spec, SaveRingSpec) and spec.compress_ratio == 2
-    many = tokens >= 2 * _PROGRAMS_PER_UNIT * compute_units
-    loops = target.vendor != "amd"  # whose compiler unrolls the loop, and has too few registers then
-    return CompressConfig(2 if pooled and many and loops else 1)
+    if isinstance(spec, SaveRingSpec) or spec.compress_ratio == 1:
+        return CompressConfig(1)
+    if target.vendor == "amd":  # whose compiler unrolls the loop over tokens, and has too few registers then
+        return CompressConfig(1)
+    most, block_tokens = 8 if isinstance(spec, CompressStoreSpec) else 2, 1
+    while 2 * block_tokens <= most and tokens // (2 * block_tokens) >= 2 * _MOST_PROGRAMS * compute_units:
+        block_tokens *= 2
+    return CompressConfig(block_tokens, _FEW_REGISTERS)
 
 
 def compress_configurations(spec: Compression) -> tuple[CompressConfig, ...]:

@@ -19,6 +19,7 @@ from mxkv.devices import Target
 from tests.compression_cases import packed
 from tests.support import CUSTOM
 
+MOST_SPILLED = 16  # bytes, by newer compilers at the limit of 64 registers; on an H200 that limit saves much time
 MANY_TOKENS, H200_COMPUTE_UNITS = 1 << 18, 132
 
 
@@ -95,7 +96,8 @@ class CompressCase:
         """What is wrong with the machine code."""
         found = []
         # Where AMD's compiler unrolls the loop over tokens it runs out of scalar registers; no default has one there.
-        if code.spills and not (target.vendor == "amd" and self.config):
+        tolerated = MOST_SPILLED if target.vendor == "nvidia" and self.ratio == 2 else 0
+        if code.spills > tolerated and not (target.vendor == "amd" and self.config):
             found.append(f"spills {code.spills} bytes or registers")
         if code.widest_load < 16:
             found.append(f"widest load is {code.widest_load} bytes, expected 16")

@@ -1,0 +1,63 @@
+"""The compression kernel's arithmetic equals the oracle's: on the interpreter, and with inline assembly on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+
+from mxkv import devices, numerics  # noqa: E402
+from mxkv.backends.triton_gpu import codec, compress  # noqa: E402
+from tests.triton.test_codec import DEVICE, INTERPRETED, runs  # noqa: E402
+
+pytestmark = pytest.mark.triton
+BLOCK = 1024
+
+
+@triton.jit
+def reciprocal_kernel(x, out, PATHS: tl.constexpr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + at, compress._reciprocal(tl.load(x + at), PATHS))
+
+
+@triton.jit
+def softmax_kernel(first, second, out, PATHS: tl.constexpr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    low, high = compress.softmax_of_two(tl.load(first + at), tl.load(second + at), PATHS)
+    tl.store(out + 2 * at, low)
+    tl.store(out + 2 * at + 1, high)
+
+
+def paths() -> codec.Paths:
+    return codec.paths_of(devices.target_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)))
+
+
+@runs
+def test_the_reciprocal_is_correctly_rounded() -> None:
+    """All fp32 of [1, 2], which is all that the softmax asks for; in the interpreter some of them."""
+    step = 1013 if INTERPRETED else 1
+    bits = torch.arange(0x3F800000, 0x40000001, step, dtype=torch.int32)
+    values = torch.nn.functional.pad(bits, (0, -len(bits) % BLOCK), value=0x40000000).view(torch.float32).to(DEVICE)
+    out = torch.empty_like(values)
+    reciprocal_kernel[(len(values) // BLOCK,)](values, out, paths(), BLOCK, enable_fp_fusion=False)
+    assert torch.equal(out, torch.ones_like(values) / values)
+
+
+@runs
+def test_the_softmax_of_two() -> None:
+    """Differences of every size, NaN and infinities: the bits of the oracle."""
+    g = torch.Generator().manual_seed(0)
+    count = (8 if INTERPRETED else 1024) * BLOCK
+    scores = torch.randn(2, count, generator=g) * 2.0 ** torch.randint(-30, 8, (2, count), generator=g)
+    special = torch.tensor([0.0, -0.0, 1e38, -1e38, float("inf"), -float("inf"), float("nan"), 87.4, 1e-45])
+    scores[:, : len(special) ** 2] = torch.cartesian_prod(special, special).T
+    first, second = scores.to(DEVICE)
+    out = torch.empty(count, 2, device=DEVICE)
+    softmax_kernel[(count // BLOCK,)](first, second, out, paths(), BLOCK, enable_fp_fusion=False)
+    want = torch.stack(numerics.softmax_of_two(*scores), -1)
+    have = out.cpu()
+    assert torch.equal(have.isnan(), want.isnan())
+    assert torch.equal(have.nan_to_num(9.0).view(torch.int32), want.nan_to_num(9.0).view(torch.int32))
