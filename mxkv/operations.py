@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from mxkv import contracts, dispatch, library, numerics
+from mxkv.checks import check_types as _check_types
 from mxkv.formats import Format, get_format
+from mxkv.kv_formats import KVFormat
+from mxkv.kv_operations import KV_SPECS, kv_spec
 from mxkv.library import attend_op, load_op, load_out_op, store_op
 from mxkv.paging import contiguous_layout, layout_of
 
@@ -341,31 +344,36 @@ def spec(
     operation: str,
     *,
     device: str | torch.device = "cpu",
-    format: str | Format = "mxfp4",
+    format: str | Format | KVFormat | None = None,
     latent_dim: int = 512,
     dtype: torch.dtype = torch.bfloat16,
     cache: torch.Tensor | None = None,
     **fields: Any,
-) -> contracts.Spec:
+) -> Any:
     """The description of a kind of call: what :func:`explain`, :func:`plan` and :func:`warmup` take.
 
     Args:
-        operation: "store", "load" or "attend".
+        operation: "store", "load", "attend", "store_kv", "load_kv" or "attend_kv".
         device: Where the tensors would be.
-        format: A format's name, or a format.
-        latent_dim: Values of a row.
-        dtype: Of the rows; of the queries for "attend".
+        format: A format's name, or a format; "mxfp4", or "turboquant-4bit-nc" for keys and values, if None.
+        latent_dim: Values of a row. (Keys and values have ``head_dim=`` and ``heads=`` instead.)
+        dtype: Of the rows, keys and values; of the queries for "attend" and "attend_kv".
         cache: A cache whose layout the calls have; pages of 64 slots, one after another, if None.
         **fields: Further fields of the operation's spec (:mod:`mxkv.contracts`), such as ``compress_ratio=2``.
+
+    Returns:
+        A :data:`mxkv.contracts.AnySpec`.
 
     Raises:
         TypeError: The operation's spec has no such field.
         ValueError: An unknown operation or format, a latent_dim that does not fit the format, or such a cache.
     """
+    if operation in KV_SPECS:
+        return kv_spec(operation, device=device, format=format, dtype=dtype, cache=cache, **fields)
     specs = {kind.operation: kind for kind in (contracts.StoreSpec, contracts.LoadSpec, contracts.AttendSpec)}
     if operation not in specs:
-        raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join(specs)}")
-    fmt = get_format(format)
+        raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join((*specs, *KV_SPECS))}")
+    fmt = get_format("mxfp4" if format is None else cast(Any, format))
     if cache is not None:
         fields["layout"] = layout_of(cache, fmt, latent_dim)
     layout = fields.pop("layout", None) or contiguous_layout(fmt, latent_dim, num_blocks=1024, block_size=64)
@@ -378,7 +386,7 @@ def explain(operation: str, *, backend: str | None = None, **arguments: Any) -> 
     """Who would run an operation, and why the other backends would not. Print it.
 
     Args:
-        operation: "store", "load" or "attend".
+        operation: "store", "load", "attend", "store_kv", "load_kv" or "attend_kv".
         backend: The backend to force, as in a call.
         **arguments: Those of :func:`spec`.
 
@@ -400,13 +408,3 @@ def _scale_tensor(cache_scale: torch.Tensor | float | None, cache: torch.Tensor)
     if isinstance(cache_scale, bool) or not isinstance(cache_scale, (int, float)):
         raise TypeError(f"cache_scale must be a number or a tensor of one, got {type(cache_scale).__name__}")
     return torch.full((), float(cache_scale), dtype=torch.float32, device=cache.device)
-
-
-def _check_types(**arguments: tuple[Any, Any]) -> None:
-    """After a call has failed: TypeError where an argument (given with its type) was of one that is not taken."""
-    for name, (value, expected) in arguments.items():
-        if not isinstance(value, expected) or isinstance(value, bool):
-            kinds = expected if isinstance(expected, tuple) else (expected,)
-            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            shown = repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
-            raise TypeError(f"{name} must be {names}, got {shown}")

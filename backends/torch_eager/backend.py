@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import types
+import typing
 from typing import Any
 
 import torch
 
-from mxkv.contracts import YES, AttendSpec, Backend, Spec, Verdict
+from mxkv.contracts import YES, AnySpec, AttendSpec, Backend, KVSpec, Verdict
 
 
 def probe(device: torch.device) -> Verdict:
@@ -16,21 +17,26 @@ def probe(device: torch.device) -> Verdict:
     return Verdict((f"torch has no usable {device.type} device here",))
 
 
-def supports(spec: Spec) -> Verdict:
+def supports(spec: AnySpec) -> Verdict:
     return YES
 
 
 def load() -> Any:
-    from mxkv.backends.torch_eager import attention, latents
+    from mxkv.backends.torch_eager import attention, kv, latents
 
-    def of(spec: Spec) -> Any:
+    def of(spec: AnySpec) -> Any:
         """The module that has a call's code."""
+        if isinstance(spec, typing.get_args(KVSpec)):
+            return kv
         return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
         store=latents.store,
         load=latents.load,
         attend=attention.attend,
+        store_kv=kv.store_kv,
+        load_kv=kv.load_kv,
+        attend_kv=kv.attend_kv,
         prepare=lambda spec: of(spec).prepare(spec),
         tunable=lambda spec: of(spec).tunable(spec),
     )
@@ -43,6 +49,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend"}),
+    operations=frozenset({"store", "load", "attend", "store_kv", "load_kv", "attend_kv"}),
     slower=True,
 )

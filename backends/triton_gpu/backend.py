@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import ROPE_DIM, YES, AttendSpec, Backend, Spec, StoreSpec, Verdict
+from mxkv.contracts import ROPE_DIM, YES, AnySpec, AttendSpec, Backend, Spec, StoreSpec, Verdict
 
 _OLDEST_CAPABILITY = 80
 
@@ -30,7 +30,7 @@ def probe(device: torch.device) -> Verdict:
     return Verdict((foreign,)) if foreign else YES
 
 
-def supports(spec: Spec) -> Verdict:
+def supports(spec: AnySpec) -> Verdict:
     if isinstance(spec, AttendSpec):
         from mxkv.backends.triton_gpu import attention  # asked only where Triton is installed
 
