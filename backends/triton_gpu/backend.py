@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import types
+import typing
 from typing import Any
 
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import ROPE_DIM, YES, AnySpec, AttendSpec, Backend, Spec, StoreSpec, Verdict
+from mxkv.contracts import ROPE_DIM, YES, AnySpec, AttendSpec, Backend, KVSpec, StoreSpec, Verdict
 
 _OLDEST_CAPABILITY = 80
 
@@ -31,6 +32,10 @@ def probe(device: torch.device) -> Verdict:
 
 
 def supports(spec: AnySpec) -> Verdict:
+    if isinstance(spec, typing.get_args(KVSpec)):
+        from mxkv.backends.triton_gpu import kv
+
+        return kv.supports(spec)
     if isinstance(spec, AttendSpec):
         from mxkv.backends.triton_gpu import attention  # asked only where Triton is installed
 
@@ -41,10 +46,12 @@ def supports(spec: AnySpec) -> Verdict:
 
 
 def load() -> Any:
-    from mxkv.backends.triton_gpu import attention, latents
+    from mxkv.backends.triton_gpu import attention, kv, latents
 
-    def of(spec: Spec) -> Any:
+    def of(spec: AnySpec) -> Any:
         """The module that has a call's kernel."""
+        if isinstance(spec, typing.get_args(KVSpec)):
+            return kv
         return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
@@ -61,5 +68,5 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend"}),
+    operations=frozenset({"store", "load", "attend", "store_kv", "load_kv", "attend_kv"}),
 )
