@@ -586,6 +586,18 @@ def _scattered(tile, COUNT: tl.constexpr):
 
 
 @triton.jit
+def four_runs(w0, w1, w2):
+    """Three words of 32 codes of 3 bits as four runs of eight."""
+    return (w0, ((w0 >> 24) & 0xFF) | (w1 << 8), ((w1 >> 16) & 0xFFFF) | (w2 << 16), w2 >> 8)
+
+
+@triton.jit
+def two_runs(h0, h1, h2):
+    """Three half words of 16 codes of 3 bits as two runs of eight."""
+    return (h0 | (h1 << 16), (h1 >> 8) | (h2 << 8))
+
+
+@triton.jit
 def load_codes(codes, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     """Rows' codes as runs of eight in an int32 (of four where they have 8 bits); bits above a run are arbitrary."""
     COUNT: tl.constexpr = vector(TASK, BITS)
@@ -598,14 +610,12 @@ def load_codes(codes, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     if word_bytes(TASK, BITS) == 4:
         if BITS == 3:
             for i in tl.static_range(RUNS // 4):
-                w0, w1, w2 = words[3 * i], words[3 * i + 1], words[3 * i + 2]
-                runs = runs + (w0, ((w0 >> 24) & 0xFF) | (w1 << 8), ((w1 >> 16) & 0xFFFF) | (w2 << 16), w2 >> 8)
+                runs = runs + four_runs(words[3 * i], words[3 * i + 1], words[3 * i + 2])
         else:
             runs = words
     elif BITS == 3:
         for i in tl.static_range(RUNS // 2):
-            w0, w1, w2 = words[3 * i], words[3 * i + 1], words[3 * i + 2]
-            runs = runs + (w0 | (w1 << 16), (w1 >> 8) | (w2 << 8))
+            runs = runs + two_runs(words[3 * i], words[3 * i + 1], words[3 * i + 2])
     else:
         for i in tl.static_range(tl.constexpr(RUNS * BITS // 4)):
             runs = runs + (words[2 * i] | (words[2 * i + 1] << 16),)
