@@ -260,7 +260,7 @@ def attend_kv(
                 weights = (logits - shift[..., None]).exp()
                 shrink = (top - shift).exp()
                 total = total * shrink + weights.sum(-1)
-                summed = summed * shrink[..., None] + weights @ values[:, None]
+                summed = summed * shrink[..., None] + _weighted(weights, values[:, None], seen)
                 top = raised
             shift = torch.where(top == -torch.inf, 0.0, top)
             if lse is not None:
@@ -271,3 +271,12 @@ def attend_kv(
             result = summed * (shift - larger).exp()[..., None] / divisor[..., None]
             result = torch.where((top == -torch.inf)[..., None], 0.0, result)
             out[here] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """weights [.., n, rows] times values [.., rows, D]; NaN goes only to the queries that see it (seen [n, rows])."""
+    lost = ~values.isfinite()
+    if not lost.any():
+        return weights @ values
+    reached = seen.to(torch.float32) @ lost.to(torch.float32) > 0
+    return (weights @ values.masked_fill(lost, 0.0)).masked_fill(reached, torch.nan)

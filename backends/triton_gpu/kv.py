@@ -17,7 +17,14 @@ import triton
 from mxkv import devices, lloyd_max
 from mxkv.backends.triton_gpu.attend import Heads, reduce_kernel
 from mxkv.backends.triton_gpu.codec import Paths, paths_of
-from mxkv.backends.triton_gpu.kv_attend import AttendKVTask, ReduceTask, Sequences, attend_kv_kernel, kv_chunks
+from mxkv.backends.triton_gpu.kv_attend import (
+    AttendKVTask,
+    ReduceTask,
+    Sequences,
+    attend_kv_kernel,
+    halves_of_table,
+    kv_chunks,
+)
 from mxkv.backends.triton_gpu.kv_codec import KVTask
 from mxkv.backends.triton_gpu.kv_store import load_kv_kernel, store_kv_kernel
 from mxkv.contracts import MOST_SPLITS, YES, AttendKVSpec, KVSpec, LoadKVSpec, StoreKVSpec, Verdict
@@ -204,6 +211,10 @@ class AttendKVLaunch:
         self.paths = paths or paths_of(self.target)
         self.config = attend_kv_default(spec, self.target)
         self.compute_units = devices.describe(spec.device).compute_units
+        self.halves: tuple[float, ...] = ()
+        self.table_factor = 1.0
+        if spec.format.normed and not spec.tabled:
+            self.halves, self.table_factor = halves_of_table(lloyd_max.centroids(spec.head_dim, spec.format.key.bits))
         self.tasks: dict[tuple[Any, ...], AttendKVTask] = {}
         self.reduce_task = ReduceTask(spec.query_heads, spec.head_dim, self.paths)
         self.guard = device_guard(spec.device)
@@ -269,7 +280,9 @@ class AttendKVLaunch:
         starts_step = 0 if query_start is None else query_start.stride(0)
         table = Sequences(block_table, table_stride, table_step, seq_lens, seq_lens.stride(0), query_start, starts_step)
         task = self.task(kv_cache.data_ptr(), splits == 1, config)
-        factor = scale / math.log(2) * (task.block**-0.5 if spec.format.normed and not spec.rotated else 1.0)
+        factor = scale / math.log(2) / self.table_factor
+        if spec.format.normed and not spec.rotated:
+            factor *= task.block**-0.5
         capacity = min(block_table.shape[1] * spec.layout.block_size, _MOST_TOKENS)
         options: dict[str, Any] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
         if self.target.vendor == "nvidia" and config.most_registers < 255:
@@ -304,6 +317,7 @@ class AttendKVLaunch:
                 whole=whole,
                 block_queries=config.block_queries,
                 block_tokens=config.block_tokens,
+                halves=self.halves,
             )
         return found
 

@@ -9,10 +9,10 @@
               partial        [QUERIES, dim] fp32         else, with a logarithm for each row
 
 Both products have tokens or dims as their rows and the queries as their columns, so that few queries fill the matrix
-units as far as they can. Codes are loaded by the threads that the products want them in: thread (g, t) of 8 × 4 holds,
-of keys, token g and a quarter of the dims; of values, an eighth of the dims of tokens 2 t and 2 t + 1. They become
-operands in registers. Which dims these are is a matter of order: queries are loaded in the keys' order, and results
-are put back from the values'.
+units as far as they can. Codes are loaded by the threads that the products want them in, and become operands in
+registers. Thread (t, g) of 4 × 8 holds, of keys, a quarter of the dims of token g; of values, an eighth of the dims of
+tokens 4 t to 4 t + 3. Which dims these are is a matter of order: queries are loaded in the keys' order, and results are
+put back from the values'.
 
 Nothing is done to an element but its look-up: a key's norm multiplies its finished score; a value is scale · code +
 zero, so the scale goes into the weight, and the zero is summed once for each token. FP8 keys and centroids are taken as
@@ -34,6 +34,8 @@ from mxkv.backends.triton_gpu import codec, kv_codec
 from mxkv.backends.triton_gpu.attend import LN2, LOG2E
 from mxkv.backends.triton_gpu.codec import Paths
 from mxkv.backends.triton_gpu.kv_codec import KVTask
+
+_FACTORS = 1024  # between 1 and 2
 
 
 class Sequences(NamedTuple):
@@ -83,6 +85,7 @@ class AttendKVTask(KVTask):
         whole: Whether one split is all: results are written, not partials.
         block_queries: Rows of queries of a program.
         block_tokens: Tokens of a tile.
+        halves: The centroids times a factor, as numbers that fp16 holds; empty where the call has its own.
     """
 
     chunks: tuple[KVChunk, ...] = ()
@@ -92,6 +95,7 @@ class AttendKVTask(KVTask):
     whole: bool = True
     block_queries: int = 8
     block_tokens: int = 32
+    halves: tuple[float, ...] = ()
 
     @property
     def group(self) -> int:
@@ -126,7 +130,28 @@ class ReduceTask:
     paths: Paths
 
 
+def halves_of_table(table: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
+    """Centroids times a factor as numbers that fp16 holds, and the factor: one under which they lose little.
+
+    A centroid's rounding is the same for all tokens: unlike others it does not average out.
+    """
+
+    def rounded(factor: float) -> tuple[float, ...]:
+        return tuple(_float_of_half(_half(c * factor)) for c in table)
+
+    def loss(factor: float) -> float:
+        return sum((half / factor - c) ** 2 for half, c in zip(rounded(factor), table, strict=True))
+
+    best = min((2 ** (i / _FACTORS) for i in range(_FACTORS)), key=loss)
+    return rounded(best), best
+
+
 # Assembly. The portable twins are in the kernels.
+
+
+def _float_of_half(bits: int) -> float:
+    value: float = struct.unpack("<e", struct.pack("<H", bits))[0]
+    return value
 
 
 def _half(x: float) -> int:
@@ -151,7 +176,7 @@ def _centroids_assembly(task: AttendKVTask) -> str:
     """
     lines = [".reg .b32 codes, index, upper, lower, minus;"]
     if task.key_bits == 4:
-        halves = [_half(c) for c in task.table[8:]]
+        halves = [_half(c) for c in task.halves[8:]]
         lines += [
             "shr.u32 index, $4, 3;",
             "not.b32 index, index;",
@@ -162,7 +187,7 @@ def _centroids_assembly(task: AttendKVTask) -> str:
             "mov.b32 codes, $4;",
         ]
     else:
-        halves = [_half(c) for c in task.table]
+        halves = [_half(c) for c in task.halves]
         lines += [  # codes of three bits, each to four bits of its own
             "shl.b32 codes, $4, 4;",
             "and.b32 codes, codes, 0x0fff0000;",
@@ -238,12 +263,12 @@ def _pieces(count, bits, alignment):
 
 @triton.jit
 def _load_lane(codes, lane, exists, COUNT: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
-    """A lane's codes as they stand in memory: a tuple of tiles [R, 8, 4, n].
+    """A lane's codes as they stand in memory: a tuple of tiles [4, 8, R, n].
 
     Args:
-        codes: Pointers to rows' codes [R, 8 or 1, 4 or 1].
-        lane: Which part of the row a thread has [1, 8, 4].
-        exists: Whether the rows do [R, 8 or 1, 4 or 1].
+        codes: Pointers to rows' codes [4 or 1, 8 or 1, R].
+        lane: Which part of the row a thread has [4, 8, 1].
+        exists: Whether the rows do [4 or 1, 8 or 1, R].
         COUNT: Codes of a lane.
         LANES: Lanes of a row.
         BITS: Of a code.
@@ -272,13 +297,13 @@ def _load_lane(codes, lane, exists, COUNT: tl.constexpr, LANES: tl.constexpr, BI
 
 @triton.jit
 def _column(x):
-    """[R, 8, 4, 1] as int32 [R, 8, 4]."""
+    """[4, 8, R, 1] as int32 [4, 8, R]."""
     return tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2]]).to(tl.int32)
 
 
 @triton.jit
 def _columns_of(x, COUNT: tl.constexpr):
-    """A tile [R, 8, 4, COUNT] as a tuple of int32 [R, 8, 4]."""
+    """A tile [4, 8, R, COUNT] as a tuple of int32 [4, 8, R]."""
     if COUNT == 1:
         return (_column(x),)
     elif COUNT == 2:
@@ -293,7 +318,7 @@ def _columns_of(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _runs(raw, lane, COUNT: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
-    """What was loaded as runs of eight codes (four, of 8 bits; all, where a lane has fewer) in int32 [R, 8, 4]."""
+    """What was loaded as runs of eight codes (four, of 8 bits; all, where a lane has fewer) in int32 [4, 8, R]."""
     SIZE: tl.constexpr = _pieces(COUNT, BITS, ALIGN)[0]
     VECTOR: tl.constexpr = _pieces(COUNT, BITS, ALIGN)[1]
     LOADS: tl.constexpr = _pieces(COUNT, BITS, ALIGN)[2]
@@ -354,7 +379,7 @@ def _aligned(task, chunk, value):
 
 @triton.jit
 def _tile_of(words):
-    """Words [R, 8, 4] of two halves, a power of two of them in a tuple, as one tile of words [R, 8, 4, n]."""
+    """Words [4, 8, R] of two halves, a power of two of them in a tuple, as one tile of words [4, 8, R, n]."""
     COUNT: tl.constexpr = len(words)
     if COUNT == 1:
         return words[0][:, :, :, None]
@@ -419,9 +444,9 @@ def _keys(raw, lane, table, INDEX: tl.constexpr, TASK: tl.constexpr):
     words = ()
     for i in tl.static_range(tl.constexpr(len(runs))):
         words = words + _key_words(runs[i], table, COUNT if COUNT < 8 else 8, TASK)
-    halves = _halves(_tile_of(words), tl.float16)  # [R, g, t, words, 2]
-    halves = tl.reshape(halves, [TOKENS // 8, 8, 4, SIZE // 16, 2, 2])
-    return tl.reshape(tl.permute(halves, (0, 1, 3, 4, 2, 5)), [TOKENS, SIZE])
+    halves = _halves(_tile_of(words), tl.float16)  # [t, g, R, words, 2]
+    halves = tl.reshape(halves, [4, 8, TOKENS // 8, SIZE // 16, 4])
+    return tl.reshape(tl.permute(halves, (2, 1, 3, 0, 4)), [TOKENS, SIZE])
 
 
 @triton.jit
@@ -430,8 +455,7 @@ def _key_dims(INDEX: tl.constexpr, TASK: tl.constexpr):
     SIZE: tl.constexpr = TASK.chunks[INDEX].size
     ALIGN: tl.constexpr = _aligned(TASK, TASK.chunks[INDEX], False)
     at = tl.arange(0, SIZE)
-    index = at // 16 * 4 + at % 16 // 8 * 2 + at % 2
-    return TASK.chunks[INDEX].first + _dim_of(at % 8 // 2, index, SIZE // 4, TASK.key_bits, ALIGN, 4)
+    return TASK.chunks[INDEX].first + _dim_of(at % 16 // 4, at // 16 * 4 + at % 4, SIZE // 4, TASK.key_bits, ALIGN, 4)
 
 
 @triton.jit
@@ -456,21 +480,20 @@ def _value_words(first, second, COUNT: tl.constexpr, TASK: tl.constexpr):
 
 
 @triton.jit
-def _values(raw, lane, INDEX: tl.constexpr, TASK: tl.constexpr):
+def _values(even, odd, lane, INDEX: tl.constexpr, TASK: tl.constexpr):
     """A chunk of a tile's values' codes, less their middle, as bf16 [size, TOKENS], dims in an order of their own."""
     SIZE: tl.constexpr = TASK.chunks[INDEX].size
     TOKENS: tl.constexpr = TASK.block_tokens
     COUNT: tl.constexpr = SIZE // 8
     ALIGN: tl.constexpr = _aligned(TASK, TASK.chunks[INDEX], True)
-    first, second = (
-        _runs(raw[0], lane, COUNT, TASK.value_bits, ALIGN),
-        _runs(raw[1], lane, COUNT, TASK.value_bits, ALIGN),
-    )
+    first = _runs(even, lane, COUNT, TASK.value_bits, ALIGN)
+    second = _runs(odd, lane, COUNT, TASK.value_bits, ALIGN)
     words = ()
     for i in tl.static_range(tl.constexpr(len(first))):
         words = words + _value_words(first[i], second[i], COUNT if COUNT < 8 else 8, TASK)
-    halves = _halves(_tile_of(words), tl.bfloat16)  # [TOKENS / 8, g, t, COUNT, 2]
-    return tl.reshape(tl.permute(halves, (3, 1, 0, 2, 4)), [SIZE, TOKENS])
+    halves = _halves(_tile_of(words), tl.bfloat16)  # [t, g, R, COUNT, 2]
+    halves = tl.reshape(halves, [4, 8, TOKENS // 16, 2, COUNT, 2])
+    return tl.reshape(tl.permute(halves, (4, 1, 2, 0, 3, 5)), [SIZE, TOKENS])
 
 
 @triton.jit
@@ -582,41 +605,39 @@ def _tokens(kv_cache, sequences, row, at, tile, begin, end, num_blocks, block_st
 
 
 @triton.jit
-def _codes_at(page, place, head, CHUNK: tl.constexpr, VALUE: tl.constexpr, TASK: tl.constexpr):
+def _fetch_codes(page, place, head, known, lane, INDEX: tl.constexpr, VALUE: tl.constexpr, TASK: tl.constexpr):
+    """A chunk of rows' keys or values, each lane's part of it, as they stand in memory."""
     BITS: tl.constexpr = TASK.value_bits if VALUE else TASK.key_bits
-    START: tl.constexpr = CHUNK.first * BITS // 8 + (TASK.key_bytes if VALUE else 0)
-    return page + (place.to(tl.int64) * TASK.token_bytes + head * TASK.head_bytes + START)
+    LANES: tl.constexpr = 8 if VALUE else 4
+    START: tl.constexpr = TASK.chunks[INDEX].first * BITS // 8 + (TASK.key_bytes if VALUE else 0)
+    SIZE: tl.constexpr = TASK.chunks[INDEX].size
+    codes = page + (place.to(tl.int64) * TASK.token_bytes + head * TASK.head_bytes + START)
+    return _load_lane(codes, lane, known, SIZE // LANES, LANES, BITS, _aligned(TASK, TASK.chunks[INDEX], VALUE))
 
 
 @triton.jit
 def _fetch(kv_cache, sequences, row, head, tile, begin, end, num_blocks, block_stride, TASK: tl.constexpr):
     """A tile as it stands in memory: keys, values (of even and of odd tokens) of each chunk; the fp16 numbers."""
     TOKENS: tl.constexpr = TASK.block_tokens
+    t = tl.arange(0, 4)[:, None, None]
     g = tl.arange(0, 8)[None, :, None]
-    t = tl.arange(0, 4)[None, None, :]
-    eight = tl.arange(0, TOKENS // 8)[:, None, None] * 8
+    r = tl.arange(0, TOKENS // 8)[None, None, :]
     page, place, known = _tokens(
-        kv_cache, sequences, row, eight + g, tile, begin, end, num_blocks, block_stride, TASK
-    )  # [R, 8, 1]
+        kv_cache, sequences, row, 8 * r + g, tile, begin, end, num_blocks, block_stride, TASK
+    )  # [1, 8, R]
     keys = ()
     for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
-        codes = _codes_at(page, place, head, TASK.chunks[index], False, TASK)
-        ALIGN: tl.constexpr = _aligned(TASK, TASK.chunks[index], False)
-        keys = keys + (_load_lane(codes, t + 0 * g, known, TASK.chunks[index].size // 4, 4, TASK.key_bits, ALIGN),)
+        keys = keys + (_fetch_codes(page, place, head, known, t + 0 * g, index, False, TASK),)
     values = ()
-    for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
-        both = ()
-        for odd in tl.static_range(2):
-            page, place, known = _tokens(
-                kv_cache, sequences, row, eight + 2 * t + odd, tile, begin, end, num_blocks, block_stride, TASK
-            )  # [R, 1, 4]
-            codes = _codes_at(page, place, head, TASK.chunks[index], True, TASK)
-            VALUE_ALIGN: tl.constexpr = _aligned(TASK, TASK.chunks[index], True)
-            lane = g + 0 * t
-            both = both + (
-                _load_lane(codes, lane, known, TASK.chunks[index].size // 8, 8, TASK.value_bits, VALUE_ALIGN),
-            )
-        values = values + (both,)
+    for odd in tl.static_range(2):
+        page, place, known = _tokens(
+            kv_cache, sequences, row, r // 2 * 16 + 4 * t + r % 2 * 2 + odd, tile, begin, end, num_blocks,
+            block_stride, TASK,
+        )  # fmt: skip  # [4, 1, R]
+        some = ()
+        for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
+            some = some + (_fetch_codes(page, place, head, known, g + 0 * t, index, True, TASK),)
+        values = values + (some,)
     page, place, known = _tokens(
         kv_cache, sequences, row, tl.arange(0, TOKENS), tile, begin, end, num_blocks, block_stride, TASK
     )
@@ -636,8 +657,8 @@ def _accumulate(carry, queries, factor, position, raw, tile, window, table, TASK
     PATHS: tl.constexpr = TASK.paths
     TOKENS: tl.constexpr = TASK.block_tokens
     QUERIES: tl.constexpr = TASK.block_queries
+    t = tl.arange(0, 4)[:, None, None]
     g = tl.arange(0, 8)[None, :, None]
-    t = tl.arange(0, 4)[None, None, :]
     logits = tl.zeros([TOKENS, QUERIES], tl.float32)
     for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
         logits = _product(_keys(keys[index], t + 0 * g, table, index, TASK), queries[index], logits, PATHS)
@@ -665,7 +686,7 @@ def _accumulate(carry, queries, factor, position, raw, tile, window, table, TASK
     scaled = codec.round_to_bf16(scaled, PATHS)
     summed = ()
     for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
-        operand = _values(values[index], g + 0 * t, index, TASK)
+        operand = _values(values[0][index], values[1][index], g + 0 * t, index, TASK)
         summed = summed + (_product(operand, scaled, sums[index] * shrink[None, :], PATHS),)
     return raised, total, zeros, summed
 
@@ -741,7 +762,11 @@ def attend_kv_kernel(
     end = tl.minimum(end, last * TOKENS)  # nothing of the next split is loaded ahead
     table = ()
     if TASK.normed:
-        table = kv_codec.table_of(centroids, TASK)
+        for i in tl.static_range(tl.constexpr(1 << TASK.key_bits)):
+            if centroids is not None:
+                table = table + (tl.load(centroids + i),)
+            else:
+                table = table + (TASK.halves[i],)
     at = query * q.query_stride + query_head * q.head_stride
     rotated = ()
     top = tl.zeros([QUERIES], tl.float32)
