@@ -45,10 +45,13 @@ class KVConfig:
     Attributes:
         block_rows: Rows (of one head of one token) of a program, a power of two.
         num_warps: Warps of a program, a power of two.
+        row_threads: Threads of a row, a power of two, as far as its width allows: several read what stands together,
+            and need fewer registers; one keeps a rotation to itself.
     """
 
     block_rows: int
     num_warps: int
+    row_threads: int = 1
 
 
 def supports(spec: KVSpec) -> Verdict:
@@ -61,10 +64,18 @@ def supports(spec: KVSpec) -> Verdict:
     return Verdict(tuple(reasons), "backend='torch' runs every call") if reasons else YES
 
 
-def rows_default(spec: StoreKVSpec | LoadKVSpec, warp_size: int, interpreted: bool) -> KVConfig:
-    """One warp, a thread for each row or part of one. The interpreter's time goes by programs: it gets few."""
-    parts = max(1, hadamard_block(spec.head_dim) // 128)
-    return KVConfig(128 if interpreted else max(16, warp_size // parts), 1)
+def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, interpreted: bool) -> KVConfig:
+    """One warp. The interpreter's time goes by programs: it gets few.
+
+    A rotation of the call's own is a matrix product, of few rows.
+    """
+    if spec.rotated:
+        return KVConfig(16, 4)
+    if interpreted:
+        return KVConfig(128, 1)
+    threads = 8 if not spec.format.normed else 2 if target.vendor == "amd" else 1
+    threads = max(threads, hadamard_block(spec.head_dim) // 128)
+    return KVConfig(max(4, target.warp_size // threads), 1, threads)
 
 
 class RowsLaunch:
@@ -79,8 +90,8 @@ class RowsLaunch:
         self.spec = spec
         self.target = devices.target_of(spec.device)
         self.paths = paths or paths_of(self.target)
-        self.config = rows_default(spec, self.target.warp_size, self.paths.interpreted)
-        self.tasks: dict[int, KVTask] = {}
+        self.config = rows_default(spec, self.target, self.paths.interpreted)
+        self.tasks: dict[tuple[int, int], KVTask] = {}
         self.guard = device_guard(spec.device)
 
     def __call__(self, *tensors: Any, config: KVConfig | None = None) -> None:
@@ -101,16 +112,16 @@ class RowsLaunch:
             kernel[(programs,)](
                 kv_cache, Heads(key, key.stride(0), key.stride(1)), Heads(value, value.stride(0), value.stride(1)),
                 slots, centroids, rotation, tokens, self.spec.layout.num_slots, self.spec.layout.block_stride,
-                slots.stride(0), self.task(kv_cache.data_ptr()), config.block_rows,
+                slots.stride(0), self.task(kv_cache.data_ptr(), config.row_threads), config.block_rows,
                 num_warps=config.num_warps, enable_fp_fusion=False,
             )  # fmt: skip
 
-    def task(self, address: int) -> KVTask:
+    def task(self, address: int, row_threads: int) -> KVTask:
         """The kernels' constants for a cache at an address."""
-        alignment = math.gcd(_WIDEST_ACCESS, address)
-        found = self.tasks.get(alignment)
+        key = math.gcd(_WIDEST_ACCESS, address), row_threads
+        found = self.tasks.get(key)
         if found is None:
-            found = self.tasks[alignment] = kv_task(self.spec, self.paths, alignment)
+            found = self.tasks[key] = kv_task(self.spec, self.paths, *key)
         return found
 
 
@@ -128,13 +139,14 @@ def device_guard(device: torch.device) -> Callable[[], Any]:
     return guard
 
 
-def kv_task(spec: KVSpec, paths: Paths, address: int) -> KVTask:
+def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> KVTask:
     """A kernel's constants.
 
     Args:
         spec: The call.
         paths: The target's instructions (:func:`paths_of`).
         address: Of the cache, or its last four bits.
+        row_threads: Threads that a row is to have.
     """
     layout, dim = spec.layout, spec.head_dim
     table: tuple[float, ...] = ()
@@ -161,6 +173,7 @@ def kv_task(spec: KVSpec, paths: Paths, address: int) -> KVTask:
         alignment=math.gcd(_WIDEST_ACCESS, address, layout.block_stride, layout.key_bytes, layout.value_bytes),
         narrow=layout.num_slots < 1 << 31,
         paths=paths,
+        row_threads=row_threads,
     )
 
 

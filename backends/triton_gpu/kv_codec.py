@@ -1,8 +1,8 @@
 """Codes of keys and values inside kernels.
 
 A row (one head of one token) is taken as tiles [ROWS, parts, width] of 16 bytes of the tensor that it is read from or
-written to, so that one thread holds all of a row, or a part of it where its rotation is wider than 128: rotating and
-packing then move nothing between threads. Functions that hold inline assembly have a portable twin; see :mod:`codec`.
+written to, so that one thread holds all of a row, or a part of each of its rotation's blocks: rotating and packing then move
+little or nothing between threads. Functions that hold inline assembly have a portable twin; see :mod:`codec`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ CORRECTION_FLOOR = tl.constexpr(1e-16)
 
 _WIDEST_ACCESS = 16
 _MOST_OF_A_THREAD = 128  # elements of a rotation's block: registers
+_LEAST_OF_A_THREAD = 16
 _STEP = 40  # powers of two by which rotated elements are scaled, so that a step past a midpoint is more than 1
 
 
@@ -46,6 +47,7 @@ class KVTask:
         alignment: Bytes (2 to 16) to which every row's codes are aligned.
         narrow: Whether every slot fits 32 bits.
         paths: The target's instructions.
+        row_threads: Threads that a row is to have, as far as its width allows.
     """
 
     key_bits: int
@@ -68,6 +70,7 @@ class KVTask:
     alignment: int
     narrow: bool
     paths: Paths
+    row_threads: int = 1
 
     @property
     def normed(self) -> bool:
@@ -75,8 +78,8 @@ class KVTask:
 
     @property
     def parts(self) -> int:
-        """Threads of a row."""
-        return max(1, self.block // _MOST_OF_A_THREAD)
+        """Threads of a row: each has a part of every block."""
+        return max(1, self.block // _MOST_OF_A_THREAD, min(self.row_threads, self.block // _LEAST_OF_A_THREAD))
 
     @property
     def width(self) -> int:
@@ -102,6 +105,11 @@ class KVTask:
         return self.dim // (8 * self.parts)
 
     @property
+    def span(self) -> int:
+        """Elements of a thread that stand together."""
+        return self.dim if self.parts == 1 else self.block // self.parts
+
+    @property
     def padded(self) -> int:
         return 1 << (self.dim - 1).bit_length()
 
@@ -109,6 +117,16 @@ class KVTask:
     def symmetric(self) -> bool:
         """Whether the centroids are known, and mirror themselves."""
         return len(self.table) > 0 and all(a == -b for a, b in zip(self.table, self.table[::-1], strict=True))
+
+    @property
+    def positive(self) -> tuple[float, ...]:
+        """The upper half of symmetric centroids."""
+        return self.table[len(self.table) // 2 :]
+
+    @property
+    def positive_edges(self) -> tuple[int, ...]:
+        """The bits of the midpoints between them."""
+        return tuple(struct.unpack("<i", struct.pack("<f", edge))[0] for edge in lloyd_max.midpoints(self.positive))
 
     @property
     def bucketize_assembly(self) -> str:
@@ -138,7 +156,7 @@ def _bucketize_assembly(task: KVTask) -> str:
     (|x| is at least the next fp32), else 0. A negative element must be past the midpoint, not on it: one is taken off
     its bits. Codes are counted and packed as fp32 integers.
     """
-    bits, positive = task.key_bits, task.table[len(task.table) // 2 :]
+    bits, positive = task.key_bits, task.positive
     edges = [_below(m) * 2.0**_STEP for m in lloyd_max.midpoints(positive)]
     squares = [c * c for c in positive]
     factor = _bits_of(task.block**-0.5 * 2.0**_STEP)
@@ -196,14 +214,14 @@ def _pack_assembly(bits: int) -> str:
 @triton.constexpr_function
 def word_bytes(task, bits):
     """Bytes of what a row's codes are stored as: words where they fill them and stand at multiples of them."""
-    return 4 if task.alignment >= 4 and task.dim // task.parts * bits % 32 == 0 else 2
+    return 4 if task.alignment >= 4 and task.span * bits % 32 == 0 else 2
 
 
 @triton.constexpr_function
 def vector(task, bits):
     """How many such words one access takes."""
     size = word_bytes(task, bits)
-    count = task.dim // task.parts * bits // 8 // size
+    count = task.span * bits // 8 // size
     return min(count & -count, task.alignment // size, _WIDEST_ACCESS // size)
 
 
@@ -346,10 +364,14 @@ def _within(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def _between_parts(x):
-    """The last stage of the butterfly, where a row has two threads."""
-    a, b = tl.split(tl.permute(x, (0, 2, 1)))
-    return tl.permute(tl.join(a + b, a - b), (0, 2, 1))
+def _between_parts(x, HALF: tl.constexpr):
+    """A stage of the butterfly between a row's threads."""
+    ROWS: tl.constexpr = x.shape[0]
+    PARTS: tl.constexpr = x.shape[1]
+    WIDTH: tl.constexpr = x.shape[2]
+    pairs = tl.reshape(x, [ROWS, PARTS // (2 * HALF), 2, HALF, WIDTH])
+    a, b = tl.split(tl.permute(pairs, (0, 1, 3, 4, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 4, 2, 3)), [ROWS, PARTS, WIDTH])
 
 
 @triton.jit
@@ -374,11 +396,12 @@ def butterfly(tiles, TASK: tl.constexpr):
                 else:
                     turned = turned + (done[i] + done[i + (1 << stage)],)
             done = turned
-    if TASK.parts == 2:
-        turned = ()
-        for i in tl.static_range(TILES):
-            turned = turned + (_between_parts(done[i]),)
-        done = turned
+    for stage in tl.static_range(6):
+        if 1 << stage < TASK.parts:
+            turned = ()
+            for i in tl.static_range(TILES):
+                turned = turned + (_between_parts(done[i], 1 << stage),)
+            done = turned
     return done
 
 
@@ -417,6 +440,22 @@ def bucketize(x, table, TASK: tl.constexpr):
 
 
 @triton.jit
+def _bucketize_symmetric(x, TASK: tl.constexpr):
+    """As :func:`bucketize` for symmetric centroids: codes, and the squares of the centroids."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # no negative zero
+    bits += bits >> 31  # a negative element must be past a midpoint, not on it
+    magnitude = bits & 0x7FFFFFFF
+    count = tl.zeros(x.shape, tl.int32)
+    square = tl.full(x.shape, TASK.positive[0] * TASK.positive[0], tl.float32)
+    for i in tl.static_range(tl.constexpr((1 << (TASK.key_bits - 1)) - 1)):
+        past = magnitude >= TASK.positive_edges[i]
+        count += past.to(tl.int32)
+        square = tl.where(past, TASK.positive[i + 1] * TASK.positive[i + 1], square)
+    HALF: tl.constexpr = 1 << (TASK.key_bits - 1)
+    return tl.where(bits < 0, HALF - 1 - count, HALF + count), square
+
+
+@triton.jit
 def encode_octet(columns, table, TASK: tl.constexpr):
     """Eight columns, before the rotation's factor, to packed codes and the sum of the centroids' squares."""
     PATHS: tl.constexpr = TASK.paths
@@ -431,9 +470,13 @@ def encode_octet(columns, table, TASK: tl.constexpr):
         word = tl.zeros(columns[0].shape, tl.int32)
         squares = tl.zeros(columns[0].shape, tl.float32)
         for j in tl.static_range(8):
-            code, centroid = bucketize(columns[j] * FACTOR, table, TASK)
+            if TASK.symmetric:
+                code, square = _bucketize_symmetric(columns[j] * FACTOR, TASK)
+            else:
+                code, centroid = bucketize(columns[j] * FACTOR, table, TASK)
+                square = centroid * centroid
             word = word | (code << (TASK.key_bits * j))
-            squares += centroid * centroid
+            squares += square
         return word, squares
 
 
@@ -541,7 +584,13 @@ def _gathered(words, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.constexpr_function
 def _part_words(task, bits):
+    """Words of one thread's part of a row."""
     return task.dim // task.parts * bits // 8 // word_bytes(task, bits)
+
+
+@triton.constexpr_function
+def _span_words(task, bits):
+    return task.span * bits // 8 // word_bytes(task, bits)
 
 
 @triton.jit
@@ -550,9 +599,11 @@ def _words_at(codes, FIRST: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr
     SIZE: tl.constexpr = word_bytes(TASK, BITS)
     COUNT: tl.constexpr = vector(TASK, BITS)
     PARTS: tl.constexpr = TASK.parts
-    part = tl.arange(0, PARTS)[None, :, None] * _part_words(TASK, BITS)
+    SPAN: tl.constexpr = _span_words(TASK, BITS)
+    START: tl.constexpr = FIRST // SPAN * SPAN * PARTS + FIRST % SPAN
+    part = tl.arange(0, PARTS)[None, :, None] * SPAN
     base = codes.to(tl.pointer_type(tl.int32 if SIZE == 4 else tl.uint16))[:, None, None]
-    return base + part + (FIRST + tl.arange(0, COUNT)[None, None, :])
+    return base + part + (START + tl.arange(0, COUNT)[None, None, :])
 
 
 @triton.jit

@@ -5,8 +5,8 @@
     writes    codes          [ROWS, key bytes]
               fp16 numbers   [ROWS, fields]
 
-A thread has a whole row in registers (half of one where the rotation is wider than 128): the norm, the butterfly, the
-codes and their packing need no other. An explicit rotation is a matrix product, row tile by row tile.
+A thread has a whole row in registers, or a part of one: the norm, the butterfly, the codes and their packing need few
+others. An explicit rotation is a matrix product, row tile by row tile.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ def _extreme_of_row(x, MOST: tl.constexpr, TASK: tl.constexpr):
         even, odd = kv_codec.halves_of_columns(_extreme(even, odd, MOST))
     a, b = tl.split(_extreme(even, odd, MOST))
     found = _extreme(a, b, MOST)  # [ROWS, parts]
-    if TASK.parts == 2:
-        a, b = tl.split(found)
-        return _extreme(a, b, MOST)
-    else:
-        return tl.reshape(found, [found.shape[0]])
+    for stage in tl.static_range(6):
+        if 1 << stage < TASK.parts:
+            a, b = tl.split(tl.reshape(found, [found.shape[0], found.shape[1] // 2, 2]))
+            found = _extreme(a, b, MOST)
+    return tl.reshape(found, [found.shape[0]])
 
 
 @triton.jit

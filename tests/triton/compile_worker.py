@@ -36,7 +36,7 @@ from mxkv.backends.triton_gpu import latents
 from mxkv.backends.triton_gpu.config import LaunchConfig, default_config
 from mxkv.contracts import ROPE_DIM
 from mxkv.devices import Target
-from tests.triton import attend_cases
+from tests.triton import attend_cases, kv_cases
 
 H200_COMPUTE_UNITS = 132
 MANY_TOKENS = 1 << 16
@@ -274,13 +274,13 @@ def main() -> int:
         parser.error(f"MXKV_TARGET must name a GPU target, got {os.environ.get('MXKV_TARGET')!r}")
     failures = count = 0
     started = time.perf_counter()
-    for case in itertools.chain(cases(arguments.all), attend_cases.cases(arguments.all)):
+    for case in itertools.chain(cases(arguments.all), attend_cases.cases(arguments.all), kv_cases.cases(arguments.all)):
         if arguments.match not in case.name:
             continue
         print(case.name, flush=True)
         begun = time.perf_counter()
         try:
-            attend = isinstance(case, attend_cases.AttendCase)
+            attend = isinstance(case, (attend_cases.AttendCase, kv_cases.KVCase))
             compiled = compile_launch(case.launch(Recorder, target) if attend else launch_of(case), target)
             code = read_nvidia(compiled) if target.vendor == "nvidia" else read_amd(compiled)
             wrong = case.problems(code, target) if attend else problems(case, code, target)
