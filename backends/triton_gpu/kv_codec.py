@@ -1,8 +1,8 @@
 """Codes of keys and values inside kernels.
 
 A row (one head of one token) is taken as tiles [ROWS, parts, width] of 16 bytes of the tensor that it is read from or
-written to, so that one thread holds all of a row, or a part of each of its rotation's blocks: rotating and packing then move
-little or nothing between threads. Functions that hold inline assembly have a portable twin; see :mod:`codec`.
+written to, so that one thread holds all of a row, or a part of each of its rotation's blocks: rotating and packing then
+move little or nothing between threads. Functions that hold inline assembly have a portable twin; see :mod:`codec`.
 """
 
 from __future__ import annotations
