@@ -1,4 +1,4 @@
-"""A small store, load and attention of every format, latent rows and keys and values, on a GPU, compared with the oracle: for compute-sanitizer.
+"""Small calls of every format on a GPU, compared with the oracle: for compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.small_run
 
