@@ -36,6 +36,7 @@ _MOST_DIM = 512
 _WIDEST_BLOCK = 256
 _MOST_TOKENS = (1 << 31) - (1 << 16)
 _REDUCED_SPLITS = 16  # at a time
+_E4M3_IN_SOFTWARE = 2.0**-8  # what E4M3 keys come times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +226,11 @@ class AttendKVLaunch:
         self.config = attend_kv_default(spec, self.target)
         self.compute_units = devices.describe(spec.device).compute_units
         self.halves: tuple[float, ...] = ()
-        self.table_factor = 1.0
+        self.key_factor = 1.0
+        if not spec.format.normed and self.paths.e4m3 != "cvt":
+            self.key_factor = _E4M3_IN_SOFTWARE
         if spec.format.normed and not spec.tabled:
-            self.halves, self.table_factor = halves_of_table(lloyd_max.centroids(spec.head_dim, spec.format.key.bits))
+            self.halves, self.key_factor = halves_of_table(lloyd_max.centroids(spec.head_dim, spec.format.key.bits))
         self.tasks: dict[tuple[Any, ...], AttendKVTask] = {}
         self.reduce_task = ReduceTask(spec.query_heads, spec.head_dim, self.paths)
         self.guard = device_guard(spec.device)
@@ -293,7 +296,7 @@ class AttendKVLaunch:
         starts_step = 0 if query_start is None else query_start.stride(0)
         table = Sequences(block_table, table_stride, table_step, seq_lens, seq_lens.stride(0), query_start, starts_step)
         task = self.task(kv_cache.data_ptr(), splits == 1, config)
-        factor = scale / math.log(2) / self.table_factor
+        factor = scale / math.log(2) / self.key_factor
         if spec.format.normed and not spec.rotated:
             factor *= task.block**-0.5
         capacity = min(block_table.shape[1] * spec.layout.block_size, _MOST_TOKENS)

@@ -404,22 +404,30 @@ def _halves(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _small_halves(word):
+    """Two E4M3 bytes, each the upper one of its half word, as two fp16 of their value times 2**-8: exact."""
+    nan = (((word & 0x7F007F00) + 0x01000100) >> 15) & 0x00010001
+    return (word & -2147450880) | ((word >> 1) & 0x3F803F80) | (nan * 0x7FFF)
+
+
+@triton.jit
 def _key_words(run, table, COUNT: tl.constexpr, TASK: tl.constexpr):
-    """A run of codes as words of two fp16, in order."""
+    """A run of codes as words of two fp16, in order; without a conversion, E4M3 comes times 2**-8."""
     PATHS: tl.constexpr = TASK.paths
     words = ()
     if TASK.key_bits == 8:
-        for pair in tl.static_range(2):
-            half = (run >> (16 * pair)) & 0xFFFF
-            if PATHS.e4m3 == "cvt":
+        if PATHS.e4m3 == "cvt":
+            for pair in tl.static_range(2):
                 word = tl.inline_asm_elementwise(
                     "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.rn.f16x2.e4m3x2 $0, h; }",
-                    "=r,r", [half], dtype=tl.int32, is_pure=True, pack=1,
+                    "=r,r", [(run >> (16 * pair)) & 0xFFFF], dtype=tl.int32, is_pure=True, pack=1,
                 )  # fmt: skip
-            else:
-                x, y = codec.decode_e4m3_pair(half, PATHS)
-                word = codec.fp16_pair(x, y)
-            words = words + (word,)
+                words = words + (word,)
+        else:
+            words = (
+                _small_halves(((run & 0xFF) << 8) | ((run & 0xFF00) << 16)),
+                _small_halves(((run >> 8) & 0xFF00) | (run & -16777216)),
+            )
     elif PATHS.pairs != "none" and COUNT == 8 and (TASK.symmetric or (TASK.key_bits == 3 and len(TASK.table) > 0)):
         words = tl.inline_asm_elementwise(
             TASK.centroids_assembly, "=&r,=&r,=&r,=&r,r", [run],
