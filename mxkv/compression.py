@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from mxkv.checks import check_types as _check_types
 from mxkv.formats import Format
 from mxkv.library import compress_norm_op, compress_store_op, save_ring_rows_op
-from mxkv.operations import _check_types, _scale_tensor, _spec_of
+from mxkv.operations import _scale_tensor, _spec_of
 
 __all__ = ["compress_norm", "compress_store", "save_ring_rows"]
 
