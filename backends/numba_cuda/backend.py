@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import YES, Backend, Spec, Verdict
+from mxkv.contracts import YES, AnySpec, Backend, Verdict
 
 _MODULES = {
     "store": "latents",
@@ -22,6 +22,9 @@ _MODULES = {
     "compress_norm": "compression",
     "compress_store": "compression",
     "save_ring_rows": "compression",
+    "store_kv": "kv",
+    "load_kv": "kv",
+    "attend_kv": "kv",
 }
 _OLDEST_CAPABILITY = 50
 _NUMPY_WITHOUT, _NEEDS_ROW_STACK = (2, 5), (0, 30, 4)  # the first without numpy.row_stack; the last known to need it
@@ -79,13 +82,13 @@ def probe(device: torch.device) -> Verdict:
     return YES
 
 
-def supports(spec: Spec) -> Verdict:
-    if spec.operation == "attend":
+def supports(spec: AnySpec) -> Verdict:
+    if spec.operation in ("attend", "attend_kv"):
         return _module_of(spec).supports(spec)  # asked only where Numba is installed
     return YES
 
 
-def _module_of(spec: Spec) -> Any:
+def _module_of(spec: AnySpec) -> Any:
     """The module that has a call's kernel."""
     return importlib.import_module(f"{__package__}.{_MODULES[spec.operation]}")
 

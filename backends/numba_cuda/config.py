@@ -75,7 +75,7 @@ class AttendConfig:
 
 
 _SIMULATED = AttendConfig(SIMULATED_THREADS, 4, 4, 1)
-_MOST_SHARED = 99 << 10  # of compute capability 8.6; two blocks are to fit where there is more
+MOST_SHARED = 99 << 10  # of compute capability 8.6; two blocks are to fit where there is more
 _LEAST_TILES = 2  # of a split
 
 
@@ -98,7 +98,7 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
 def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
     """Whether a block's shared memory holds its tiles."""
     shared = Shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows)
-    return shared.bytes <= min(target.shared_memory, _MOST_SHARED)
+    return shared.bytes <= min(target.shared_memory, MOST_SHARED)
 
 
 def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:

@@ -225,3 +225,13 @@ def shared_put128(typing, address, a, b, c, d):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
+def truncated(typing, x):
+    """A small fp32 as int32, toward zero."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fptosi(arguments[0], _I32)
+
+    return types.int32(types.float32), generate

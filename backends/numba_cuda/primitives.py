@@ -26,7 +26,7 @@ put8, put16, put32, put64, put128, put_float = (
 i32, u32, i64, bits_of, float_of = (
     primitives.i32, primitives.u32, primitives.i64, primitives.bits_of, primitives.float_of,
 )  # fmt: skip
-float_of_half, half_of_float = primitives.float_of_half, primitives.half_of_float
+float_of_half, half_of_float, truncated = primitives.float_of_half, primitives.half_of_float, primitives.truncated
 add, mul, div, fma, sqrt, exp2, log2 = (
     primitives.add, primitives.mul, primitives.div, primitives.fma, primitives.sqrt, primitives.exp2, primitives.log2,
 )  # fmt: skip
@@ -53,3 +53,13 @@ def fetch_index(address, SIZE):
     if SIZE == 4:
         return i64(fetch32(address))
     return fetch64(address)
+
+
+if SIMULATED:
+    barrier = primitives.barrier
+else:
+
+    @device
+    def barrier():
+        """Wait for the block's other threads. (The simulator knows cuda.syncthreads in a kernel's own module only.)"""
+        cuda.syncthreads()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+import threading
 
 import numpy as np
 
@@ -115,3 +116,11 @@ def shared_fetch128(address):
 def shared_put128(address, a, b, c, d):
     for i, value in enumerate((a, b, c, d)):
         put_float(address + 4 * i, value)
+
+
+def truncated(x):
+    return int(x)
+
+
+def barrier():
+    threading.current_thread().syncthreads()
