@@ -52,7 +52,8 @@ def compress_norm(
             elements here, in ``state_cache`` and in ``prev_rows``.
         positions: ``[>= slots]`` int32 or int64; consecutive in a request. A negative one closes no group.
         state_cache: ``[blocks, capacity, 1024]`` fp32, the rings; any capacity of at least 1. May be None at ratio 1.
-        slots: ``[<= tokens]`` int32 or int64: ``block * capacity + position % capacity``. A negative slot closes no
+        slots: ``[<= tokens]`` int32 or int64: ``block * capacity + position % capacity`` (other rows of a ring are
+            unspecified). A negative slot closes no
             group and saves no row; nor does one past the last ring save one. If the chunk's first slot is negative, its
             first group is skipped and none of its rows is saved. If shorter than ``kv_score``, only its tokens exist.
         query_start: ``[requests + 1]`` int32 or int64: request i has the tokens from ``query_start[i]`` up to
@@ -62,7 +63,8 @@ def compress_norm(
         weight: ``[512]`` bf16.
         eps: Added to the mean of squares.
         compress_ratio: 1 or 2.
-        out: ``[>= slots, 512]`` bf16 of any row stride.
+        out: ``[>= slots, 512]`` bf16 of any row stride. What is written (this and the rings) shares no memory with what
+            is read.
         prev_rows: ``[rows, 1024]`` fp32: predecessors that other ranks sent. No ring is written then:
             :func:`save_ring_rows` does that.
         prev_row_indices: ``[>= requests]`` int32 or int64: rows of ``prev_rows``; -1 reads the ring. An index past the

@@ -457,7 +457,7 @@ def test_bad_input_of_the_others() -> None:
     assert not cache.any()
 
 
-def test_counts_are_checked_for_a_kind_of_call_that_is_known() -> None:
+def test_values_are_checked_for_a_kind_of_call_that_is_known() -> None:
     call = packed([(1, 4), (3, 5)], 2)
     good = call.arguments(Ops("torch", torch.device("cpu")))
     out = torch.zeros(9, DIM).bfloat16()
@@ -466,6 +466,9 @@ def test_counts_are_checked_for_a_kind_of_call_that_is_known() -> None:
         mxkv.compress_norm(**(good | {"positions": good["positions"][:5]}), out=out)
     with pytest.raises(ValueError, match="out"):
         mxkv.compress_norm(**good, out=out[:5])
+    for eps in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="eps"):
+            mxkv.compress_norm(**(good | {"eps": eps}), out=out)
 
 
 # As torch operators, and in dispatch.
