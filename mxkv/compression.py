@@ -52,10 +52,10 @@ def compress_norm(
             elements here, in ``state_cache`` and in ``prev_rows``.
         positions: ``[>= slots]`` int32 or int64; consecutive in a request. A negative one closes no group.
         state_cache: ``[blocks, capacity, 1024]`` fp32, the rings; any capacity of at least 1. May be None at ratio 1.
-        slots: ``[<= tokens]`` int32 or int64: ``block * capacity + position % capacity`` (other rows of a ring are
-            unspecified). A negative slot closes no
-            group and saves no row; nor does one past the last ring save one. If the chunk's first slot is negative, its
-            first group is skipped and none of its rows is saved. If shorter than ``kv_score``, only its tokens exist.
+        slots: ``[<= tokens]`` int32 or int64: ``block * capacity + position % capacity`` (what another row than that
+            does to its ring is unspecified). A negative slot closes no group and saves no row; nor does one past the
+            last ring save one. If the chunk's first slot is negative, its first group is skipped and none of its rows
+            is saved. If shorter than ``kv_score``, only its tokens exist.
         query_start: ``[requests + 1]`` int32 or int64: request i has the tokens from ``query_start[i]`` up to
             ``query_start[i + 1]``; it may have none. May be None at ratio 1.
         token_to_request: ``[>= slots]`` int32 or int64. A token that no request has, or not the one that is named here,
