@@ -244,14 +244,19 @@ def attend_workspace_bytes(
     return 0 if needed is None else int(needed(q.shape[0], rows, num_splits))
 
 
+def _rows_kind(tensor: torch.Tensor | None) -> Any:
+    """As :func:`_kind`; one row may have a stride that several may not."""
+    return None if tensor is None else (tensor.shape[0] > 1, *_kind(tensor))
+
+
 def _packed_kind(packed: Packed) -> Any:
     """What a memoised call depends on in its tokens, rings and weights."""
     rows, ring, previous = packed.rows, packed.ring, packed.prev_rows
     return (
-        _kind(rows), rows.storage_offset() % compression_checks.ROW_STEP, _index_kind(packed.positions),
+        _rows_kind(rows), rows.storage_offset() % compression_checks.ROW_STEP, _index_kind(packed.positions),
         _index_kind(packed.slots), _index_kind(packed.query_start), _index_kind(packed.token_to_request),
         None if ring is None else (ring.shape, *_kind(ring), ring.storage_offset() % compression_checks.ROW_STEP),
-        None if previous is None else (*_kind(previous), previous.storage_offset() % compression_checks.ROW_STEP),
+        None if previous is None else (*_rows_kind(previous), previous.storage_offset() % compression_checks.ROW_STEP),
         _index_kind(packed.prev_row_indices), packed.weight.shape, _kind(packed.weight),
     )  # fmt: skip
 
@@ -274,7 +279,7 @@ def _compress_norm(
     packed = Packed(
         kv_score, positions, slots, query_start, token_to_request, state_cache, prev_rows, prev_row_indices, weight, eps
     )
-    key = ("compress_norm", _packed_kind(packed), compress_ratio, _kind(out), backend, dispatch.forced(),
+    key = ("compress_norm", _packed_kind(packed), compress_ratio, _rows_kind(out), backend, dispatch.forced(),
            dispatch.added())  # fmt: skip
     found = _plans.get(key)
     if found is None:
@@ -290,7 +295,7 @@ def _save_ring_rows(
 ) -> None:
     step = compression_checks.ROW_STEP
     key = (
-        "save_ring_rows", _kind(rows), rows.storage_offset() % step, _index_kind(slots), state_cache.shape,
+        "save_ring_rows", _rows_kind(rows), rows.storage_offset() % step, _index_kind(slots), state_cache.shape,
         _kind(state_cache), state_cache.storage_offset() % step, backend, dispatch.forced(), dispatch.added(),
     )  # fmt: skip
     found = _plans.get(key)
@@ -328,8 +333,8 @@ def _compress_store(
         kv_score, positions, slots, query_start, token_to_request, state_cache, prev_rows, prev_row_indices, weight, eps
     )
     key = (
-        "compress_store", _packed_kind(packed), compress_ratio, _kind(out), cache.shape, _kind(cache), cache.stride(),
-        _index_kind(cache_slots), _kind(cos_sin),
+        "compress_store", _packed_kind(packed), compress_ratio, _rows_kind(out), cache.shape, _kind(cache),
+        cache.stride(), _index_kind(cache_slots), _kind(cos_sin),
         None if cache_scale is None else (cache_scale.numel(), *_kind(cache_scale)),
         format, nonfinite, backend, dispatch.forced(), dispatch.added(),
     )  # fmt: skip

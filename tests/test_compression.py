@@ -471,6 +471,23 @@ def test_values_are_checked_for_a_kind_of_call_that_is_known() -> None:
             mxkv.compress_norm(**(good | {"eps": eps}), out=out)
 
 
+def test_strides_are_checked_after_a_call_of_one_row() -> None:
+    """One row's stride leads nowhere; that of several does."""
+    call = packed([(1, 4), (3, 5)], 2)
+    good = call.arguments(Ops("torch", torch.device("cpu")))
+    slots, apart, out = torch.arange(4) - 4, torch.zeros(4, 1032)[:, :1024], torch.zeros(1, DIM).bfloat16()
+    one = good | {"slots": slots[:1], "kv_score": apart[:1]}
+    mxkv.compress_norm(**one, out=out)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        mxkv.compress_norm(**(one | {"slots": slots, "kv_score": apart}), out=torch.zeros(4, DIM).bfloat16())
+    mxkv.compress_norm(**(one | {"kv_score": torch.zeros(1, 1024)}), out=out)
+    with pytest.raises(ValueError, match="out"):
+        mxkv.compress_norm(**(one | {"slots": slots, "kv_score": torch.zeros(4, 1024)}), out=out.expand(4, DIM))
+    mxkv.save_ring_rows(apart[:1], slots[:1], call.state_cache)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        mxkv.save_ring_rows(apart, slots, call.state_cache)
+
+
 # As torch operators, and in dispatch.
 
 
