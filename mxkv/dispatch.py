@@ -183,8 +183,8 @@ def plan(spec: AnySpec, backend: str | None = None) -> Callable[..., None]:
 
     For compiled functions :func:`mxkv.store` and :func:`mxkv.load` are the ones to use: they are operators.
 
-    It takes a backend function's arguments, without the spec: :class:`mxkv.contracts.StoreFunction`, and its like for each
-    operation.
+    It takes a backend function's arguments without the spec: :class:`mxkv.contracts.StoreFunction`, or its like of
+    another operation.
 
     Args:
         spec: The call.
