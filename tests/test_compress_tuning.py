@@ -52,7 +52,7 @@ def test_the_default_is_right(ops: Ops, call: str) -> None:
     config = shapes.tunable_of(operation.spec, ops.backend).default(64)
     calls = operation.check_calls(config)
     assert {seed for _, seed in calls} == set(range(len(trials.STANDINGS)))
-    for sizes, seed in calls:
+    for sizes, seed in calls[1::2] if ops.slow else calls:
         assert operation.check(ops.backend, config, sizes, seed) == ""
 
 
