@@ -5,6 +5,8 @@ Nothing here looks at a tensor's values, so nothing synchronises.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mxkv.contracts import MOST_HEADS, MOST_SPLITS, NONFINITE, ROPE_DIM, AttendSpec, LoadSpec, StoreSpec
@@ -321,3 +323,13 @@ def _check_same_device(cache: torch.Tensor, **others: torch.Tensor | None) -> No
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d) for d in dtypes[:-1]) + f" or {dtypes[-1]}"
+
+
+def check_types(**arguments: tuple[Any, Any]) -> None:
+    """After a call has failed: TypeError where an argument (given with its type) was of one that is not taken."""
+    for name, (value, expected) in arguments.items():
+        if not isinstance(value, expected) or isinstance(value, bool):
+            kinds = expected if isinstance(expected, tuple) else (expected,)
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            shown = repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
+            raise TypeError(f"{name} must be {names}, got {shown}")

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from mxkv.checks import check_types as _check_types
 from mxkv.formats import Format
 from mxkv.library import compress_norm_op, compress_store_op, save_ring_rows_op
-from mxkv.operations import _check_types, _scale_tensor, _spec_of
+from mxkv.operations import _scale_tensor, _spec_of
 
 __all__ = ["compress_norm", "compress_store", "save_ring_rows"]
 
@@ -51,9 +52,10 @@ def compress_norm(
             elements here, in ``state_cache`` and in ``prev_rows``.
         positions: ``[>= slots]`` int32 or int64; consecutive in a request. A negative one closes no group.
         state_cache: ``[blocks, capacity, 1024]`` fp32, the rings; any capacity of at least 1. May be None at ratio 1.
-        slots: ``[<= tokens]`` int32 or int64: ``block * capacity + position % capacity``. A negative slot closes no
-            group and saves no row; nor does one past the last ring save one. If the chunk's first slot is negative, its
-            first group is skipped and none of its rows is saved. If shorter than ``kv_score``, only its tokens exist.
+        slots: ``[<= tokens]`` int32 or int64: ``block * capacity + position % capacity`` (what another row than that
+            does to its ring is unspecified). A negative slot closes no group and saves no row; nor does one past the
+            last ring save one. If the chunk's first slot is negative, its first group is skipped and none of its rows
+            is saved. If shorter than ``kv_score``, only its tokens exist.
         query_start: ``[requests + 1]`` int32 or int64: request i has the tokens from ``query_start[i]`` up to
             ``query_start[i + 1]``; it may have none. May be None at ratio 1.
         token_to_request: ``[>= slots]`` int32 or int64. A token that no request has, or not the one that is named here,
@@ -61,7 +63,8 @@ def compress_norm(
         weight: ``[512]`` bf16.
         eps: Added to the mean of squares.
         compress_ratio: 1 or 2.
-        out: ``[>= slots, 512]`` bf16 of any row stride.
+        out: ``[>= slots, 512]`` bf16 of any row stride. What is written (this and the rings) shares no memory with what
+            is read.
         prev_rows: ``[rows, 1024]`` fp32: predecessors that other ranks sent. No ring is written then:
             :func:`save_ring_rows` does that.
         prev_row_indices: ``[>= requests]`` int32 or int64: rows of ``prev_rows``; -1 reads the ring. An index past the

@@ -25,7 +25,7 @@ def compress_spec(packed: Packed, compress_ratio: int, out: torch.Tensor) -> Com
     """
     spec = _packed_spec(packed, compress_ratio)
     _check_out(packed, out)
-    check_counts(packed, compress_ratio, out)
+    check_values(packed, compress_ratio, out)
     return spec
 
 
@@ -50,7 +50,7 @@ def compress_store_spec(
     _check_same_device(packed.rows, cache=cache, cache_slots=cache_slots)
     if out is not None:
         _check_out(packed, out)
-    check_counts(packed, compress_ratio, out, cache_slots)
+    check_values(packed, compress_ratio, out, cache_slots)
     tokens = packed.slots.shape[0]
     stored = checks.store_spec(
         cache, packed.rows[:, :COMPRESS_DIM], cache_slots[:tokens], format, packed.positions, cos_sin, compress_ratio,
@@ -86,10 +86,12 @@ def ring_layout_of(state_cache: torch.Tensor | None, compress_ratio: int = 2) ->
     return _ring_layout(state_cache)
 
 
-def check_counts(
+def check_values(
     packed: Packed, compress_ratio: int, out: torch.Tensor | None, cache_slots: torch.Tensor | None = None
 ) -> None:
-    """The checks that a memoised spec does not cover: how many tokens and requests there are."""
+    """The checks that a memoised spec does not cover: eps, and how many tokens and requests there are."""
+    if not packed.eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {packed.eps}")
     tokens, rows = packed.slots.shape[0], packed.rows.shape[0]
     if tokens > rows:
         raise ValueError(f"expected at most one slot for each of the {rows} rows of kv_score, got {tokens}")
@@ -123,8 +125,6 @@ def _packed_spec(packed: Packed, compress_ratio: int) -> CompressSpec:
         raise TypeError(f"weight must be torch.bfloat16, got {weight.dtype}")
     if weight.stride(0) != 1:
         raise ValueError(f"weight must be contiguous, got stride {weight.stride(0)}")
-    if not packed.eps >= 0:
-        raise ValueError(f"eps must be at least 0, got {packed.eps}")
     _check_same_device(packed.rows, positions=packed.positions, slots=packed.slots, weight=weight)
     if compress_ratio == 1:  # pools nothing: what belongs to requests and rings is not looked at
         return CompressSpec(packed.rows.device, 1, _NO_RING)

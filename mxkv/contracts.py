@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from mxkv.formats import FORMATS, Format
+from mxkv.kv_formats import KVFormat, KVLayout
 from mxkv.paging import PageLayout
 
 NONFINITE = ("propagate", "sanitize")
@@ -210,7 +212,95 @@ class SaveRingSpec:
         return FORMATS["bf16"]
 
 
+@dataclasses.dataclass(frozen=True)
+class StoreKVSpec:
+    """Everything about a store of keys and values that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        format: The cache's format.
+        head_dim: Elements of a key, and of a value.
+        dtype: dtype of the keys and values.
+        layout: Where the cache's keys and values stand.
+        tabled: Whether the call has centroids of its own.
+        rotated: Whether it has a rotation of its own.
+        nonfinite: "propagate" or "sanitize".
+    """
+
+    operation: ClassVar[str] = "store_kv"
+    device: torch.device
+    format: KVFormat
+    head_dim: int
+    dtype: torch.dtype
+    layout: KVLayout
+    tabled: bool = False
+    rotated: bool = False
+    nonfinite: str = "propagate"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadKVSpec:
+    """Everything about a load of keys and values that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        format: The cache's format.
+        head_dim: Elements of a key, and of a value.
+        dtype: dtype of the keys and values that come out.
+        layout: Where the cache's keys and values stand.
+        tabled: Whether the call has centroids of its own.
+        rotated: Whether it has a rotation of its own.
+    """
+
+    operation: ClassVar[str] = "load_kv"
+    device: torch.device
+    format: KVFormat
+    head_dim: int
+    dtype: torch.dtype
+    layout: KVLayout
+    tabled: bool = False
+    rotated: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendKVSpec:
+    """Everything about an attention over keys and values that its tensors' values do not change.
+
+    Attributes:
+        device: Where the tensors are.
+        format: The cache's format.
+        head_dim: Elements of a key, of a value, and of a query's head.
+        dtype: dtype of the queries, and of what comes out.
+        layout: Where the cache's keys and values stand.
+        query_heads: Heads of a query: a multiple of the cache's.
+        packed: Whether the call says where each sequence's queries start; else there is one of each sequence.
+        windowed: Whether a query sees the last rows only.
+        sinked: Whether the call has a logit for each head that joins the denominator.
+        lse: Whether the logarithm of the sum of exponentials is asked for.
+        tabled: Whether the call has centroids of its own.
+        rotated: Whether it has a rotation of its own.
+    """
+
+    operation: ClassVar[str] = "attend_kv"
+    device: torch.device
+    format: KVFormat
+    head_dim: int
+    dtype: torch.dtype
+    layout: KVLayout
+    query_heads: int
+    packed: bool = False
+    windowed: bool = False
+    sinked: bool = False
+    lse: bool = False
+    tabled: bool = False
+    rotated: bool = False
+
+
 Spec = StoreSpec | LoadSpec | AttendSpec | CompressSpec | CompressStoreSpec | SaveRingSpec
+KVSpec = StoreKVSpec | LoadKVSpec | AttendKVSpec
+AnySpec = Spec | KVSpec
+
+OPERATIONS = frozenset(kind.operation for kind in typing.get_args(AnySpec))
 
 
 class StoreFunction(Protocol):
@@ -337,6 +427,71 @@ class SaveRingFunction(Protocol):
     def __call__(self, spec: SaveRingSpec, rows: torch.Tensor, slots: torch.Tensor, ring: torch.Tensor) -> None: ...
 
 
+class StoreKVFunction(Protocol):
+    """``store_kv`` of a backend's module.
+
+    ``key`` and ``value`` have as many tokens as ``slots``, at least one; everything has been checked.
+    """
+
+    def __call__(
+        self,
+        spec: StoreKVSpec,
+        kv_cache: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slots: torch.Tensor,
+        centroids: torch.Tensor | None,
+        rotation: torch.Tensor | None,
+    ) -> None: ...
+
+
+class LoadKVFunction(Protocol):
+    """``load_kv`` of a backend's module: fills ``key`` and ``value``, contiguous [slots, heads, head_dim].
+
+    There is at least one slot.
+    """
+
+    def __call__(
+        self,
+        spec: LoadKVSpec,
+        kv_cache: torch.Tensor,
+        slots: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        centroids: torch.Tensor | None,
+        rotation: torch.Tensor | None,
+    ) -> None: ...
+
+
+class AttendKVFunction(Protocol):
+    """``attend_kv`` of a backend's module: fills ``out`` [queries, query_heads, head_dim] of any stride but the last's.
+
+    There is at least one query; everything has been checked but whether ``workspace`` is large enough, since the
+    backend alone knows how many splits there are. The values of ``block_table``, ``seq_lens`` and ``query_start`` are
+    not checked: what is out of range is skipped, or taken as the nearest that is in range.
+    ``lse`` is a contiguous fp32 [queries, query_heads] to fill, ``workspace`` is contiguous, ``scale`` the softmax's.
+    """
+
+    def __call__(
+        self,
+        spec: AttendKVSpec,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        out: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_start: torch.Tensor | None,
+        sink: torch.Tensor | None,
+        centroids: torch.Tensor | None,
+        rotation: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        workspace: torch.Tensor | None,
+        scale: float,
+        window: int | None,
+        num_splits: int | None,
+    ) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Tunable:
     """What may be chosen about how a backend launches one kind of call. Any choice gives the same bytes.
@@ -383,7 +538,7 @@ class Backend:
     priority: int
     description: str
     probe: Callable[[torch.device], Verdict]
-    supports: Callable[[Spec], Verdict]
+    supports: Callable[[AnySpec], Verdict]
     load: Callable[[], Any]
     operations: frozenset[str]
     slower: bool = False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mxkv import devices, settings
-from mxkv.contracts import Backend, Spec, Verdict
+from mxkv.contracts import AnySpec, Backend, Verdict
 
 logger = logging.getLogger("mxkv")
 
@@ -93,7 +93,7 @@ def override(name: str | None) -> str | None:
     return name or _forced.get() or settings.current().backend
 
 
-def verdict(backend: Backend, spec: Spec) -> Verdict:
+def verdict(backend: Backend, spec: AnySpec) -> Verdict:
     """Whether a backend can run a call, with all the reasons why not."""
     if spec.operation not in backend.operations:
         return Verdict((f"it has no {spec.operation}; it has {', '.join(sorted(backend.operations))}",))
@@ -113,7 +113,7 @@ class Explanation:
         forced: The backend that the call is forced to, or None.
     """
 
-    spec: Spec
+    spec: AnySpec
     target: str
     chosen: str | None
     verdicts: Mapping[str, Verdict]
@@ -133,7 +133,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_spec(spec: Spec, backend: str | None = None) -> Explanation:
+def explain_spec(spec: AnySpec, backend: str | None = None) -> Explanation:
     """Who would run a call."""
     forced = override(backend)
     verdicts = {b.name: verdict(b, spec) for b in backends()}
@@ -148,7 +148,7 @@ def explain_spec(spec: Spec, backend: str | None = None) -> Explanation:
     return Explanation(spec, target, candidates[0] if candidates else None, verdicts, forced)
 
 
-def _choose(spec: Spec, backend: str | None) -> Backend:
+def _choose(spec: AnySpec, backend: str | None) -> Backend:
     """The backend that runs a call.
 
     Raises:
@@ -178,7 +178,7 @@ def _warn_slower(chosen: Backend, found: Explanation) -> None:
         )  # fmt: skip
 
 
-def plan(spec: Spec, backend: str | None = None) -> Callable[..., None]:
+def plan(spec: AnySpec, backend: str | None = None) -> Callable[..., None]:
     """A callable that runs one kind of call, bound to its backend; for hot loops that check their own arguments.
 
     For compiled functions :func:`mxkv.store` and :func:`mxkv.load` are the ones to use: they are operators.

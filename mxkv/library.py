@@ -280,7 +280,7 @@ def _compress_norm(
     if found is None:
         spec = compression_checks.compress_spec(packed, compress_ratio, out)
         found = _remember(key, dispatch.plan(spec, backend), spec.latent_dim)
-    compression_checks.check_counts(packed, compress_ratio, out)
+    compression_checks.check_values(packed, compress_ratio, out)
     if slots.shape[0]:
         found[0](packed, out)
 
@@ -339,7 +339,7 @@ def _compress_store(
             packed, compress_ratio, cache, cache_slots, out, format, cos_sin, cache_scale, nonfinite
         )
         found = _remember(key, dispatch.plan(spec, backend), spec.latent_dim)
-    compression_checks.check_counts(packed, compress_ratio, out, cache_slots)
+    compression_checks.check_values(packed, compress_ratio, out, cache_slots)
     if slots.shape[0]:
         found[0](packed, cache, cache_slots, cos_sin, cache_scale, out)
 

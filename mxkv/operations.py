@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from mxkv import contracts, dispatch, library, numerics
+from mxkv.checks import check_types as _check_types
 from mxkv.compression_checks import ring_layout_of
 from mxkv.formats import Format, get_format
+from mxkv.kv_formats import KVFormat
+from mxkv.kv_operations import KV_SPECS, kv_spec
 from mxkv.library import attend_op, load_op, load_out_op, store_op
 from mxkv.paging import contiguous_layout, layout_of
 
@@ -343,32 +346,38 @@ def spec(
     operation: str,
     *,
     device: str | torch.device = "cpu",
-    format: str | Format = "mxfp4",
+    format: str | Format | KVFormat | None = None,
     latent_dim: int = 512,
     dtype: torch.dtype = torch.bfloat16,
     cache: torch.Tensor | None = None,
     state_cache: torch.Tensor | None = None,
     **fields: Any,
-) -> contracts.Spec:
+) -> Any:
     """The description of a kind of call: what :func:`explain`, :func:`plan` and :func:`warmup` take.
 
     Args:
-        operation: "store", "load", "attend", "compress_norm", "compress_store" or "save_ring_rows".
+        operation: "store", "load", "attend", "compress_norm", "compress_store", "save_ring_rows", "store_kv", "load_kv"
+            or "attend_kv".
         device: Where the tensors would be.
-        format: A format's name, or a format.
-        latent_dim: Values of a row.
-        dtype: Of the rows; of the queries for "attend".
+        format: A format's name, or a format; "mxfp4", or "turboquant-4bit-nc" for keys and values, if None.
+        latent_dim: Values of a row. (Keys and values have ``head_dim=`` and ``heads=`` instead.)
+        dtype: Of the rows, keys and values; of the queries for "attend" and "attend_kv".
         cache: A cache whose layout the calls have; pages of 64 slots, one after another, if None.
-        state_cache: Rings whose layout the calls of the last three operations have; of 8 rows each, if None.
+        state_cache: Rings whose layout the calls of compressions and of saving have; of 8 rows each, if None.
         **fields: Further fields of the operation's spec (:mod:`mxkv.contracts`), such as ``compress_ratio=2``.
+
+    Returns:
+        A :data:`mxkv.contracts.AnySpec`.
 
     Raises:
         TypeError: The operation's spec has no such field.
         ValueError: An unknown operation or format, a latent_dim that does not fit the format, or such a cache.
     """
+    if operation in KV_SPECS:
+        return kv_spec(operation, device=device, format=format, dtype=dtype, cache=cache, **fields)
     specs = {kind.operation: kind for kind in typing.get_args(contracts.Spec)}
     if operation not in specs:
-        raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join(specs)}")
+        raise ValueError(f"unknown operation {operation!r}; known operations: {', '.join((*specs, *KV_SPECS))}")
     where = dispatch.resolve_device(device)
     if operation in ("compress_norm", "compress_store"):
         fields = {"compress_ratio": 2, **fields}
@@ -378,7 +387,7 @@ def spec(
         return made
     if operation == "compress_store":
         fields["ring_layout"] = rings
-    fmt = get_format(format)
+    fmt = get_format("mxfp4" if format is None else cast(Any, format))
     if cache is not None:
         fields["layout"] = layout_of(cache, fmt, latent_dim)
     layout = fields.pop("layout", None) or contiguous_layout(fmt, latent_dim, num_blocks=1024, block_size=64)
@@ -417,13 +426,3 @@ def _scale_tensor(cache_scale: torch.Tensor | float | None, cache: torch.Tensor)
     if isinstance(cache_scale, bool) or not isinstance(cache_scale, (int, float)):
         raise TypeError(f"cache_scale must be a number or a tensor of one, got {type(cache_scale).__name__}")
     return torch.full((), float(cache_scale), dtype=torch.float32, device=cache.device)
-
-
-def _check_types(**arguments: tuple[Any, Any]) -> None:
-    """After a call has failed: TypeError where an argument (given with its type) was of one that is not taken."""
-    for name, (value, expected) in arguments.items():
-        if not isinstance(value, expected) or isinstance(value, bool):
-            kinds = expected if isinstance(expected, tuple) else (expected,)
-            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            shown = repr(value) if isinstance(value, (str, int, float)) else type(value).__name__
-            raise TypeError(f"{name} must be {names}, got {shown}")

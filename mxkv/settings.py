@@ -102,6 +102,7 @@ def reload() -> None:
 
     current.cache_clear()
     triton_interpret.cache_clear()
+    numba_simulated.cache_clear()
     devices.target_of.cache_clear()
     dispatch.forget_plans()
     library.forget_plans()
@@ -112,3 +113,9 @@ def reload() -> None:
 def triton_interpret() -> bool:
     """Whether Triton interprets its kernels on the CPU (its own variable TRITON_INTERPRET)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@functools.cache
+def numba_simulated() -> bool:
+    """Whether Numba simulates its CUDA kernels on the CPU (its own variable NUMBA_ENABLE_CUDASIM)."""
+    return os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import mxkv
 import mxkv.paging
 from mxkv import Element, Format, Placement, Scale
+from mxkv.contracts import AttendSpec
 from tests import reference
 from tests.support import (
     BUILTIN,
@@ -493,6 +495,21 @@ def test_an_infinity_of_a_plain_row(ops: Ops) -> None:
     assert out.isnan().all()
 
 
+def kernels_of(ops: Ops) -> Any:
+    """The module that launches a backend's attention kernels."""
+    package = {"triton": "triton_gpu", "numba": "numba_cuda"}[ops.backend]
+    return importlib.import_module(f"mxkv.backends.{package}.attention")
+
+
+def config_of(ops: Ops, spec: AttendSpec) -> Any:
+    """A configuration of the backend's portable kernel."""
+    if ops.backend == "numba":
+        return kernels_of(ops).tunable(spec).space[0]
+    from mxkv.backends.triton_gpu.config import AttendConfig
+
+    return AttendConfig(block_heads=16, block_rows=16, programs_per_unit=1, num_warps=4, num_stages=2)
+
+
 def bits_of_two_formats(ops: Ops, d: int, heads: int, splits: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over mxfp4 rows, and over bf16 rows of the same values."""
     g = generator(seed)
@@ -507,15 +524,12 @@ def bits_of_two_formats(ops: Ops, d: int, heads: int, splits: int, seed: int = 0
         found = [ops.attend(q, cache, indices=indices, num_splits=splits) for cache in (packed, plain)]
         return found[0], found[1]
     from mxkv import checks
-    from mxkv.backends.triton_gpu import attention
-    from mxkv.backends.triton_gpu.config import AttendConfig
 
-    config = AttendConfig(block_heads=16, block_rows=16, programs_per_unit=1, num_warps=4, num_stages=2)
-    found = []
+    attention, found = kernels_of(ops), []
     for cache in (packed, plain):
         out = torch.empty_like(q)
         spec = checks.attend_spec(q, cache, out, indices, None, None, None, None, None, None, None, None, None)
-        run = attention.prepare(spec)
+        run, config = attention.prepare(spec), config_of(ops, spec)
         run(q, cache, out, indices, None, None, None, None, None, d**-0.5, splits, config=config)
         found.append(out)
     return found[0], found[1]
@@ -554,8 +568,7 @@ def test_a_split_count_comes_from_shapes(ops: Ops) -> None:
 def test_one_split_launches_no_merging_and_takes_no_memory(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     if ops.backend == "torch":
         pytest.skip("the torch backend has no splits")
-    from mxkv.backends.triton_gpu import attention
-
+    attention = kernels_of(ops)
     p = problem(ops, mxkv.FORMATS["mxfp4"], 64)
     want = p.run(ops, num_splits=1)
     out = torch.full_like(want, float("nan"))

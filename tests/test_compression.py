@@ -27,11 +27,11 @@ from tests.compression_cases import (
     run,
     weight_of,
 )
-from tests.conftest import INTERPRET
+from tests.conftest import INTERPRET, SIMULATE
 from tests.support import FORMATS, GUARD, Ops, cos_sin_table, guarded_pool, guards_of, name_of
 
 # Of the schedules the interpreter, which takes a third of a second for each, has a few in CI; all others have all.
-SCHEDULES = int(os.environ.get("MXKV_TEST_SCHEDULES") or (30 if INTERPRET else 1000))
+SCHEDULES = int(os.environ.get("MXKV_TEST_SCHEDULES") or (30 if INTERPRET else 3 if SIMULATE else 1000))
 ODD = Format("odd", Element.E2M1, Scale.E8M0, 24, Placement.INLINE, tail=8)
 STORED = [format for format in (*FORMATS, ODD) if format.accepts_dim(DIM)]
 MIXED = [(0, 4), (5, 1), (3, 2), (7, 0), (4, 1), (1, 7)]
@@ -468,7 +468,7 @@ def test_bad_input_of_the_others() -> None:
     assert not cache.any()
 
 
-def test_counts_are_checked_for_a_kind_of_call_that_is_known() -> None:
+def test_values_are_checked_for_a_kind_of_call_that_is_known() -> None:
     call = packed([(1, 4), (3, 5)], 2)
     good = call.arguments(Ops("torch", torch.device("cpu")))
     out = torch.zeros(9, DIM).bfloat16()
@@ -477,6 +477,9 @@ def test_counts_are_checked_for_a_kind_of_call_that_is_known() -> None:
         mxkv.compress_norm(**(good | {"positions": good["positions"][:5]}), out=out)
     with pytest.raises(ValueError, match="out"):
         mxkv.compress_norm(**good, out=out[:5])
+    for eps in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="eps"):
+            mxkv.compress_norm(**(good | {"eps": eps}), out=out)
 
 
 # As torch operators, and in dispatch.

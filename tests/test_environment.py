@@ -33,7 +33,11 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own that finds this checkout."""
-    mine = {k: v for k, v in os.environ.items() if not k.startswith("MXKV_") and k != "TRITON_INTERPRET"}
+    mine = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith("MXKV_") and k not in ("TRITON_INTERPRET", "NUMBA_ENABLE_CUDASIM")
+    }
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -56,7 +60,7 @@ def test_case_25_import_and_use_on_a_cpu_are_light(tmp_path: Path) -> None:
     run(
         """
 import os, sys, threading, torch
-heavy = {"triton", "numba", "rich", "typer", "matplotlib", "transformers", "torchao"}
+heavy = {"triton", "numba", "llvmlite", "rich", "typer", "matplotlib", "transformers", "torchao"}
 modules, threads = set(sys.modules), threading.active_count()
 def light():
     new = set(sys.modules) - modules
@@ -100,6 +104,26 @@ else:
 
 def test_case_25_without_triton_and_the_rest() -> None:
     run(HIDE.format(hidden={"triton", "numba", "rich", "typer", "numpy"}) + ROUND_TRIP)
+
+
+@pytest.mark.parametrize("simulate", ["0", "1"])
+def test_a_missing_numba_is_a_reason(simulate: str) -> None:
+    run(
+        HIDE.format(hidden={"numba", "llvmlite"})
+        + ROUND_TRIP
+        + """
+for device in ("cpu", "cuda"):
+    verdict = mxkv.explain("store", device=device, backend="numba").verdicts["numba"]
+    assert not verdict.ok and "Numba is not installed" in verdict.reasons, verdict
+try:
+    mxkv.load(cache, torch.tensor([5]), backend="numba")
+except ValueError as error:
+    assert "Numba is not installed" in str(error) and "mxkv[numba]" in str(error)
+else:
+    raise SystemExit("numba ran without Numba")
+""",
+        NUMBA_ENABLE_CUDASIM=simulate,
+    )
 
 
 @pytest.mark.parametrize("interpret", ["0", "1"])

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import types
+import typing
 from typing import Any
 
 import torch
 
 from mxkv.contracts import (
+    OPERATIONS,
     YES,
+    AnySpec,
     AttendSpec,
     Backend,
     CompressSpec,
     CompressStoreSpec,
+    KVSpec,
     SaveRingSpec,
-    Spec,
     Verdict,
 )
 
@@ -25,17 +28,19 @@ def probe(device: torch.device) -> Verdict:
     return Verdict((f"torch has no usable {device.type} device here",))
 
 
-def supports(spec: Spec) -> Verdict:
+def supports(spec: AnySpec) -> Verdict:
     return YES
 
 
 def load() -> Any:
-    from mxkv.backends.torch_eager import attention, compression, latents
+    from mxkv.backends.torch_eager import attention, compression, kv, latents
 
-    def of(spec: Spec) -> Any:
+    def of(spec: AnySpec) -> Any:
         """The module that has a call's code."""
         if isinstance(spec, CompressSpec | CompressStoreSpec | SaveRingSpec):
             return compression
+        if isinstance(spec, typing.get_args(KVSpec)):
+            return kv
         return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
@@ -45,6 +50,9 @@ def load() -> Any:
         compress_norm=compression.compress_norm,
         compress_store=compression.compress_store,
         save_ring_rows=compression.save_ring_rows,
+        store_kv=kv.store_kv,
+        load_kv=kv.load_kv,
+        attend_kv=kv.attend_kv,
         prepare=lambda spec: of(spec).prepare(spec),
         tunable=lambda spec: of(spec).tunable(spec),
     )
@@ -57,6 +65,6 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend", "compress_norm", "compress_store", "save_ring_rows"}),
+    operations=OPERATIONS,
     slower=True,
 )

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import types
+import typing
 from typing import Any
 
 import torch
 
 from mxkv import devices, settings
 from mxkv.contracts import (
+    OPERATIONS,
     ROPE_DIM,
     YES,
+    AnySpec,
     AttendSpec,
     Backend,
     CompressSpec,
     CompressStoreSpec,
+    KVSpec,
     SaveRingSpec,
-    Spec,
     StoreSpec,
     Verdict,
 )
@@ -41,7 +44,11 @@ def probe(device: torch.device) -> Verdict:
     return Verdict((foreign,)) if foreign else YES
 
 
-def supports(spec: Spec) -> Verdict:
+def supports(spec: AnySpec) -> Verdict:
+    if isinstance(spec, typing.get_args(KVSpec)):
+        from mxkv.backends.triton_gpu import kv
+
+        return kv.supports(spec)
     if isinstance(spec, AttendSpec):
         from mxkv.backends.triton_gpu import attention  # asked only where Triton is installed
 
@@ -52,12 +59,14 @@ def supports(spec: Spec) -> Verdict:
 
 
 def load() -> Any:
-    from mxkv.backends.triton_gpu import attention, compression, latents
+    from mxkv.backends.triton_gpu import attention, compression, kv, latents
 
-    def of(spec: Spec) -> Any:
+    def of(spec: AnySpec) -> Any:
         """The module that has a call's kernel."""
         if isinstance(spec, CompressSpec | CompressStoreSpec | SaveRingSpec):
             return compression
+        if isinstance(spec, typing.get_args(KVSpec)):
+            return kv
         return attention if isinstance(spec, AttendSpec) else latents
 
     return types.SimpleNamespace(
@@ -74,5 +83,5 @@ BACKEND = Backend(
     probe=probe,
     supports=supports,
     load=load,
-    operations=frozenset({"store", "load", "attend", "compress_norm", "compress_store", "save_ring_rows"}),
+    operations=OPERATIONS,
 )

@@ -52,6 +52,7 @@ def collect() -> dict[str, Any]:
             }
             for backend in dispatch.backends()
         ],
+        "numba_kernels": _numba_kernels(),
         "support": [
             _support(device, format, operation)
             for device in here
@@ -63,7 +64,7 @@ def collect() -> dict[str, Any]:
 
 def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"mxkv": mxkv.__version__, "python": platform.python_version()}
-    for package in ("torch", "triton", "numba"):
+    for package in ("torch", "triton", "numba", "numba-cuda"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -71,6 +72,18 @@ def _versions() -> dict[str, str | None]:
     found["cuda"] = torch.version.cuda
     found["hip"] = torch.version.hip
     return found
+
+
+def _numba_kernels() -> dict[str, Any]:
+    """The compiled kernels that the Numba backend keeps, and what compiling each took."""
+    from mxkv.autotune_cache.entries import StoreError
+    from mxkv.backends.numba_cuda import compiler
+
+    try:
+        folder = str(compiler.folder())
+    except StoreError as error:
+        folder = str(error.strerror)
+    return {"folder": folder, "kernels": compiler.kept()}
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -120,6 +133,14 @@ def _print(found: dict[str, Any]) -> None:
         )
         for line in _refusals(rows):
             screen.print(line, markup=False)
+    kernels = found["numba_kernels"]["kernels"]
+    if kernels:
+        seconds = [kernel["seconds"] for kernel in kernels]
+        screen.print(
+            f"{len(kernels)} compiled Numba kernels in {found['numba_kernels']['folder']}; compiling took "
+            f"{sum(seconds):.1f} s, {max(seconds):.1f} s at most for one",
+            markup=False,
+        )
     rows = [(name, value or "(not set)", settings.VARIABLES[name]) for name, value in found["settings"].items()]
     screen.print(output.table("Settings", ["variable", "value", "meaning"], rows))
 

@@ -36,7 +36,7 @@ from mxkv.backends.triton_gpu import latents
 from mxkv.backends.triton_gpu.config import LaunchConfig, default_config
 from mxkv.contracts import ROPE_DIM
 from mxkv.devices import Target
-from tests.triton import attend_cases, compress_cases
+from tests.triton import attend_cases, compress_cases, kv_cases
 
 H200_COMPUTE_UNITS = 132
 MANY_TOKENS = 1 << 16
@@ -274,7 +274,7 @@ def main() -> int:
         parser.error(f"MXKV_TARGET must name a GPU target, got {os.environ.get('MXKV_TARGET')!r}")
     failures = count = 0
     started = time.perf_counter()
-    families = (module.cases(arguments.all) for module in (attend_cases, compress_cases))
+    families = (module.cases(arguments.all) for module in (attend_cases, compress_cases, kv_cases))
     for case in itertools.chain(cases(arguments.all), *families):
         if arguments.match not in case.name:
             continue

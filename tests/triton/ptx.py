@@ -75,6 +75,18 @@ def _number(operation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
     return lambda a, b: torch.where(a.isnan(), b, torch.where(b.isnan(), a, operation(a, b)))  # type: ignore[call-arg]
 
 
+def _towards_zero(exact: torch.Tensor) -> Register:
+    """fp64 to fp32, rounded towards zero."""
+    nearest = exact.float()
+    past = nearest.double().abs() > exact.abs()
+    return bits_of(torch.where(past, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest))
+
+
+def _fp32(operation: Callable[..., torch.Tensor]) -> Callable[..., Register]:
+    """An operation on fp32 that is exact in fp64, rounded once."""
+    return lambda *registers: bits_of(operation(*(float_of(r).double() for r in registers)).float())
+
+
 OPERATIONS: dict[str, Callable[..., Register]] = {
     "and.b32": torch.bitwise_and,
     "or.b32": torch.bitwise_or,
@@ -107,6 +119,19 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "cvt.u32.u16": lambda a: a,
     "cvt.rn.f16x2.e4m3x2": _two_fp16,
     "cvt.f32.f16": lambda a: bits_of(a.to(torch.int16).view(torch.float16).float()),
+    "mov.f32": lambda a: a,
+    "abs.f32": lambda a: a & 0x7FFFFFFF,
+    "add.rn.f32": _fp32(lambda a, b: a + b),
+    "add.rn.sat.f32": _fp32(lambda a, b: (a + b).clamp(0, 1)),
+    "add.rz.f32": lambda a, b: _towards_zero(float_of(a).double() + float_of(b).double()),
+    "fma.rn.f32": _fp32(lambda a, b, c: a * b + c),
+    "copysign.f32": lambda sign, a: (a & 0x7FFFFFFF) | (sign & 0x80000000),
+    "not.b32": lambda a: a ^ WORD,
+    "xor.b32": torch.bitwise_xor,
+    "mul.lo.u32": lambda a, b: (a * b) & WORD,
+    "add.s32": lambda a, b: (a + b) & WORD,
+    "sub.u32": lambda a, b: (a - b) & WORD,
+    "shr.s32": lambda a, n: (torch.where(a > 0x7FFFFFFF, a - (1 << 32), a) >> n) & WORD,
     "mul.rn.f32": lambda a, b: bits_of(float_of(a) * float_of(b)),
 }
 
@@ -116,6 +141,8 @@ def run(assembly: str, outputs: int, *inputs: Register) -> list[Register]:
     registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
 
     def read(operand: str) -> Register:
+        if operand.startswith("0f"):
+            return torch.full_like(inputs[0], int(operand[2:], 16))
         if operand.startswith("0x") or operand.isdigit():
             return torch.full_like(inputs[0], int(operand, 0))
         if operand.startswith("{"):

@@ -1,4 +1,4 @@
-"""A small store, load, attention and compression of every format on a GPU, against the oracle: for compute-sanitizer.
+"""Small calls of every operation and format on a GPU, compared with the oracle: for compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.small_run
 
@@ -50,6 +50,29 @@ def compresses(format: mxkv.Format) -> bool:
     return all(torch.equal(*pair) for pair in zip(*written, strict=True))
 
 
+def kv_equal(format: mxkv.KVFormat, dim: int, dtype: torch.dtype) -> bool:
+    """Whether keys and values are stored and loaded as the oracle's, and attention, causal too, is close to its."""
+    g = torch.Generator().manual_seed(2)
+    key, value = (torch.randn(37, 2, dim, generator=g).to(dtype) for _ in range(2))
+    slots = torch.randperm(48, generator=g)[:37]
+    slots[3], slots[5], slots[7] = -1, 48, 2**31
+    q = torch.randn(6, 6, dim, generator=g).bfloat16()
+    table, lengths = torch.tensor([[5, -1], [0, 6]]), torch.tensor([16, 9])
+    loaded, outs = [], []
+    for device, backend in (("cpu", "torch"), ("cuda", "triton")):
+        cache = mxkv.empty_kv_cache(format, 6, 8, 2, dim, device)
+        given = key.to(device), value.to(device), slots.to(device)
+        mxkv.store_kv(cache, *given, format=format, backend=backend)
+        loaded += [x.float().cpu() for x in mxkv.load_kv(cache, given[2], format=format, head_dim=dim, backend=backend)]
+        pages = table.to(device), lengths.to(device)
+        outs.append(mxkv.attend_kv(q[:2].to(device), cache, *pages, format=format, num_splits=2, backend=backend))
+        starts = torch.tensor([0, 4, 5], device=device)
+        outs.append(mxkv.attend_kv(q.to(device), cache, *pages, format=format, query_start=starts, backend=backend))
+    outs = [out.float().cpu() for out in outs]
+    close = all(torch.allclose(*pair, atol=0.03, rtol=0.03) for pair in (outs[::2], outs[1::2]))
+    return close and torch.equal(loaded[1], loaded[3]) and torch.allclose(loaded[0], loaded[2], atol=0.2)
+
+
 def main() -> int:
     wrong = []
     g = torch.Generator().manual_seed(0)
@@ -78,6 +101,12 @@ def main() -> int:
             print(f"{format.name} {dim} {dtype}: {'equal' if same else 'DIFFERENT'}", flush=True)
             if not same:
                 wrong.append((format.name, dim, dtype))
+    for kv_format in mxkv.KV_FORMATS.values():
+        for dim, dtype in ((128, torch.bfloat16), (80, torch.float16), (32, torch.float32)):
+            same = kv_equal(kv_format, dim, dtype)
+            print(f"{kv_format.name} {dim} {dtype}: {'equal' if same else 'DIFFERENT'}", flush=True)
+            if not same:
+                wrong.append((kv_format.name, dim, dtype))
     return 1 if wrong else 0
 
 

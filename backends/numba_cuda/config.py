@@ -1,0 +1,191 @@
+"""Launch configurations: how many threads a block has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mxkv import settings
+from mxkv.contracts import AttendSpec
+from mxkv.devices import Target
+
+VECTOR = 4  # fp32 of an access to shared memory
+SIMULATED_THREADS = 4  # the simulator runs a Python thread for each
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """How a store or load kernel is launched.
+
+    Attributes:
+        threads: Of a block, at most; a power of two.
+        width: Of these, those that take one row together, at most; a power of two. Fewer look up fewer slots.
+    """
+
+    threads: int
+    width: int
+
+    def block(self, lines: int) -> tuple[int, int]:
+        """A block's threads: those of a row of so many lines, and rows."""
+        width = min(lines, self.width)
+        return width, max(1, self.threads // width)
+
+
+def configurations() -> tuple[LaunchConfig, ...]:
+    """Every configuration that is worth trying, the best guess first."""
+    if settings.numba_simulated():
+        return LaunchConfig(SIMULATED_THREADS, SIMULATED_THREADS), LaunchConfig(2, 1)
+    return tuple(LaunchConfig(threads, width) for width in (16, 64, 32) for threads in (256, 128, 512))
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressConfig:
+    """How a compression kernel is launched.
+
+    Attributes:
+        threads: Of a token, a power of two of at most 32.
+        tokens: Of a block.
+    """
+
+    threads: int
+    tokens: int
+
+
+def compress_configurations() -> tuple[CompressConfig, ...]:
+    """Every configuration that is worth trying, the best guess first."""
+    if settings.numba_simulated():
+        return CompressConfig(2, 1), CompressConfig(1, 3)
+    return tuple(CompressConfig(32, tokens) for tokens in (4, 2, 8))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendConfig:
+    """How an attention kernel is launched.
+
+    Attributes:
+        threads: Of a block: block_heads * block_rows / 4, times a power of two, and not fewer than block_heads.
+        block_heads: Heads of a block, a power of two of at least 2.
+        block_rows: Rows of a tile, a power of two of at least 2.
+        blocks_per_unit: How many blocks a multiprocessor is to have: a query's rows are split where there are fewer.
+    """
+
+    threads: int
+    block_heads: int
+    block_rows: int
+    blocks_per_unit: int
+
+
+_SIMULATED = AttendConfig(SIMULATED_THREADS, 4, 4, 1)
+MOST_SHARED = 99 << 10  # of compute capability 8.6; two blocks are to fit where there is more
+_LEAST_TILES = 2  # of a split
+
+
+def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
+    """Every configuration that is worth trying and fits a block's shared memory; the best guess comes first."""
+    if settings.numba_simulated():
+        return (_SIMULATED, AttendConfig(2, 2, 4, 2))
+    heads = 2
+    while heads < min(spec.heads, 16):
+        heads *= 2
+    found = [
+        AttendConfig(threads, block_heads, block_rows, blocks)
+        for block_heads, block_rows in ((heads, 16), (heads, 8), (max(heads // 2, 2), 16), (8, 8), (4, 4), (2, 2))
+        for threads in (256, 128)
+        for blocks in (3, 2, 6)
+    ]
+    return tuple(dict.fromkeys(config for config in found if fits(spec, target, config)))
+
+
+def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
+    """Whether a block's shared memory holds its tiles."""
+    shared = Shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows)
+    return shared.bytes <= min(target.shared_memory, MOST_SHARED)
+
+
+def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:
+    """Into how many parts each query's rows are split: so that the device is full, and no part is small or empty."""
+    blocks = queries * -(-spec.heads // config.block_heads)
+    tiles = -(-rows // config.block_rows)
+    wanted = min(config.blocks_per_unit * compute_units // blocks, tiles // _LEAST_TILES)
+    if wanted <= 1:
+        return 1
+    share = -(-tiles // wanted)
+    return -(-tiles // share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A block's shared memory: where its parts start, in bytes.
+
+    Attributes:
+        dim: Values of a row.
+        threads, block_heads, block_rows: Of a block.
+        apart: Whether keys and values are different rows.
+        table: fp32 numbers that a block keeps beside them.
+    """
+
+    dim: int
+    threads: int
+    block_heads: int
+    block_rows: int
+    apart: bool = False
+    table: int = 0
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the dims of a logit are split."""
+        return self.threads * VECTOR // (self.block_heads * self.block_rows)
+
+    @property
+    def padded(self) -> int:
+        return -(-self.dim // VECTOR) * VECTOR
+
+    @property
+    def row(self) -> int:
+        """From one row to the next; neighbouring rows stand in different banks."""
+        return 4 * (self.padded + VECTOR)
+
+    @property
+    def keys(self) -> int:
+        return self.block_heads * self.row
+
+    @property
+    def values(self) -> int:
+        return self.keys + self.apart * self.block_rows * self.row
+
+    @property
+    def partial(self) -> int:
+        """Logits [parts, HEADS, ROWS], not yet added up."""
+        return self.values + self.block_rows * self.row
+
+    @property
+    def logits(self) -> int:
+        """[HEADS, ROWS]."""
+        return self.partial + 4 * self.parts * self.block_heads * self.block_rows
+
+    @property
+    def weights(self) -> int:
+        """[ROWS, HEADS]."""
+        return self.logits + 4 * self.block_heads * self.block_rows
+
+    @property
+    def tops(self) -> int:
+        """The largest logits so far, before a tile and after it, by turns [2, HEADS]."""
+        return self.weights + 4 * self.block_heads * self.block_rows
+
+    @property
+    def factors(self) -> int:
+        """What the sums so far are multiplied by [HEADS]."""
+        return self.tops + 8 * self.block_heads
+
+    @property
+    def places(self) -> int:
+        """Where a tile's rows stand, and the next one's, by turns: values and scales [2, ROWS, 2] int64."""
+        return -(-(self.factors + 4 * self.block_heads) // 16) * 16
+
+    @property
+    def tables(self) -> int:
+        return self.places + 32 * self.block_rows
+
+    @property
+    def bytes(self) -> int:
+        return self.tables + 4 * self.table

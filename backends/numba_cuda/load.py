@@ -1,0 +1,257 @@
+"""Gather rows from pages and dequantize them: one kernel for every format.
+
+    grid      blocks of [tokens, steps]: a thread takes some of a row's steps (8 elements, or 2), which stand a block's
+              width apart
+    reads     values         4 to 16 bytes a step, once
+              scales         1 byte, with the other threads of the group
+    writes    rows           16 or 32 bytes a step
+
+Neighbouring threads write neighbouring 16 bytes. A row whose slot is negative or past the end reads nothing and is
+written as zeros.
+"""
+
+from __future__ import annotations
+
+from numba import cuda
+
+from mxkv.backends.numba_cuda import codec
+from mxkv.backends.numba_cuda.addressing import place_finder
+from mxkv.backends.numba_cuda.primitives import (
+    bits_of,
+    device,
+    fetch8,
+    fetch16,
+    fetch128,
+    fetch_float,
+    fetch_index,
+    float_of,
+    i32,
+    i64,
+    mul,
+    put16,
+    put32,
+    u32,
+)
+from mxkv.backends.numba_cuda.rows import (
+    ELEMENT_BYTES,
+    encoder,
+    float_of_bf16,
+    halves_of,
+    octet_writer,
+    quad_putter,
+    word_fetcher,
+)
+from mxkv.backends.numba_cuda.tasks import WIDEST, LoadTask, Record
+
+_PAIR = 2
+
+
+def step_decoder(record: Record, tensor_scaled: bool):
+    """Three functions of a record's addresses and an element: its step, decoded, of the body and of a bf16 tail, and
+    whether bf16 holds every product of the body's step as it is: neither rounded nor saturated.
+
+    The body's also takes the factor of a scale for the whole cache. The first two give a tuple of fp32.
+    """
+    element, alignment, step = record.element, record.alignment, record.step
+    group, body, body_bytes = record.group, record.body, record.body_bytes
+    grouped, e8m0 = record.grouped, record.scale == "e8m0"
+    fetch_word = word_fetcher(alignment)
+    decode_scale = codec.decode_e8m0 if e8m0 else codec.decode_e4m3
+    whole_words = alignment >= 16
+
+    @device
+    def factor_of(scales_at, at, factor):
+        return decode_scale(fetch8(scales_at + u32(at) // group)) if grouped else factor
+
+    @device
+    def times(x, factor):
+        return mul(x, factor) if grouped or tensor_scaled else x
+
+    @device
+    def e2m1_eight(values_at, scales_at, at, factor):
+        word = fetch_word(values_at + u32(at) // 2)
+        scale = factor_of(scales_at, at, factor)
+        return (
+            mul(codec.decode_e2m1(word), scale), mul(codec.decode_e2m1(word >> 4), scale),
+            mul(codec.decode_e2m1(word >> 8), scale), mul(codec.decode_e2m1(word >> 12), scale),
+            mul(codec.decode_e2m1(word >> 16), scale), mul(codec.decode_e2m1(word >> 20), scale),
+            mul(codec.decode_e2m1(word >> 24), scale), mul(codec.decode_e2m1(word >> 28), scale),
+        )  # fmt: skip
+
+    @device
+    def e4m3_eight(values_at, scales_at, at, factor):
+        a, b = fetch_word(values_at + at), fetch_word(values_at + at + 4)
+        scale = factor_of(scales_at, at, factor)
+        return (
+            times(codec.decode_e4m3(a), scale), times(codec.decode_e4m3(a >> 8), scale),
+            times(codec.decode_e4m3(a >> 16), scale), times(codec.decode_e4m3(a >> 24), scale),
+            times(codec.decode_e4m3(b), scale), times(codec.decode_e4m3(b >> 8), scale),
+            times(codec.decode_e4m3(b >> 16), scale), times(codec.decode_e4m3(b >> 24), scale),
+        )  # fmt: skip
+
+    @device
+    def bf16_eight(address):
+        if whole_words:
+            return halves_of(fetch128(address))
+        return halves_of(
+            (fetch_word(address), fetch_word(address + 4), fetch_word(address + 8), fetch_word(address + 12))
+        )
+
+    @device
+    def fetch_half(address):
+        if alignment % 2 == 0:
+            return fetch16(address)
+        return fetch8(address) | (fetch8(address + 1) << 8)
+
+    @device
+    def bf16_two(address, first):
+        x = float_of(0)
+        if first:
+            x = float_of_bf16(fetch_half(address))
+        return x, float_of_bf16(fetch_half(address + 2))
+
+    @device
+    def plain_eight(values_at, scales_at, at, factor):
+        return bf16_eight(values_at + 2 * at)
+
+    @device
+    def e2m1_two(values_at, scales_at, at, factor):
+        byte, scale = fetch8(values_at + u32(at) // 2), factor_of(scales_at, at, factor)
+        return mul(codec.decode_e2m1(byte), scale), mul(codec.decode_e2m1(byte >> 4), scale)
+
+    @device
+    def e4m3_two(values_at, scales_at, at, factor):
+        scale = factor_of(scales_at, at, factor)
+        x = float_of(0)
+        if at >= 0:
+            x = times(codec.decode_e4m3(fetch8(values_at + at)), scale)
+        return x, times(codec.decode_e4m3(fetch8(values_at + at + 1)), scale)
+
+    @device
+    def plain_two(values_at, scales_at, at, factor):
+        return bf16_two(values_at + 2 * at, at >= 0)
+
+    @device
+    def tail_eight(values_at, at):
+        return bf16_eight(values_at + body_bytes + 2 * (at - body))
+
+    @device
+    def tail_two(values_at, at):
+        return bf16_two(values_at + body_bytes + 2 * (at - body), True)
+
+    least, most = _plain_scales(record)
+
+    @device
+    def is_plain(scales_at, at):
+        if not e8m0:
+            return not tensor_scaled
+        byte = fetch8(scales_at + u32(at) // group)
+        return byte >= least and byte <= most
+
+    pairs = {"e2m1": e2m1_two, "e4m3": e4m3_two, "bf16": plain_two}
+    octets = {"e2m1": e2m1_eight, "e4m3": e4m3_eight, "bf16": plain_eight}
+    return (pairs[element], tail_two, is_plain) if step == _PAIR else (octets[element], tail_eight, is_plain)
+
+
+def _plain_scales(record: Record) -> tuple[int, int]:
+    """The E8M0 bytes whose products with any code bf16 holds."""
+    if record.element == "e2m1":
+        return 0, 252  # 6 * 2**125
+    return 3, 246  # 2**-9 * 2**-124, 448 * 2**119
+
+
+def load_kernel(task: LoadTask):
+    """The kernel for a task, as a Python function of addresses and numbers; strides are in bytes."""
+    record = task.record
+    dim, step, body = record.dim, record.step, record.body
+    lines, skipped = load_lines(task), dim % 2 if step == _PAIR else 0
+    index_bytes, scaled, largest, size = task.index_bytes, task.scaled, task.dtype_max, ELEMENT_BYTES[task.dtype]
+    plain_bf16, to_bf16 = record.element == "bf16", task.dtype == "bf16"
+    place_of = place_finder(record)
+    decode_body, decode_tail, is_plain = step_decoder(record, scaled)
+    encode, put = encoder(task.dtype), put32 if task.dtype == "fp32" else put16
+    put_octet = octet_writer(task.dtype, task.aligned)
+    put_words = quad_putter(WIDEST if task.aligned else 2)
+
+    @device
+    def upper(x, y):
+        """The upper halves of two numbers in a word."""
+        return i32(((bits_of(x) >> 16) & 0xFFFF) | (bits_of(y) & -0x10000))
+
+    @device
+    def put_eight(address, x, keep_infinite, first):
+        a, b = codec.saturated(x[0], largest, keep_infinite), codec.saturated(x[1], largest, keep_infinite)
+        c, d = codec.saturated(x[2], largest, keep_infinite), codec.saturated(x[3], largest, keep_infinite)
+        e, f = codec.saturated(x[4], largest, keep_infinite), codec.saturated(x[5], largest, keep_infinite)
+        g, h = codec.saturated(x[6], largest, keep_infinite), codec.saturated(x[7], largest, keep_infinite)
+        put_octet(address, (a, b, c, d, e, f, g, h))
+
+    @device
+    def put_two(address, x, keep_infinite, first):
+        if first:
+            put(address, encode(codec.saturated(x[0], largest, keep_infinite)))
+        put(address + size, encode(codec.saturated(x[1], largest, keep_infinite)))
+
+    @device
+    def put_bf16(address, x):
+        """What bf16 holds as it is."""
+        put_words(
+            address,
+            upper(x[0], x[1]), upper(x[2], x[3]), upper(x[4], x[5]), upper(x[6], x[7]),
+        )  # fmt: skip
+
+    @device
+    def zero_eight(address):
+        zero = float_of(0)
+        put_octet(address, (zero, zero, zero, zero, zero, zero, zero, zero))
+
+    @device
+    def zero_two(address, first):
+        if first:
+            put(address, 0)
+        put(address + size, 0)
+
+    pairs = step == _PAIR
+    cheap = to_bf16 and not pairs
+    put_step = put_two if pairs else put_eight
+
+    def kernel(cache, slots, out, cache_scale, tokens, num_slots, block_stride, slot_stride, out_stride):
+        factor = float_of(0x3F800000)
+        if scaled:
+            factor = fetch_float(cache_scale)
+        token = i64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
+        while token < tokens:
+            slot = fetch_index(slots + token * slot_stride, index_bytes)
+            known = slot >= 0 and slot < num_slots
+            if not known:
+                slot = i64(0)
+            values_at, scales_at = place_of(cache, slot, num_slots, block_stride)
+            line = i32(cuda.threadIdx.x)
+            while line < lines:
+                at = i32(line * step - skipped)
+                address, first = out + token * out_stride + at * size, at >= 0
+                if not known:
+                    if pairs:
+                        zero_two(address, first)
+                    else:
+                        zero_eight(address)
+                elif at >= body:
+                    if cheap:
+                        put_bf16(address, decode_tail(values_at, at))
+                    else:
+                        put_step(address, decode_tail(values_at, at), True, first)
+                else:
+                    x = decode_body(values_at, scales_at, at, factor)
+                    if cheap and is_plain(scales_at, at):
+                        put_bf16(address, x)
+                    else:
+                        put_step(address, x, plain_bf16, first)
+                line = i32(line + cuda.blockDim.x)
+            token += i64(cuda.gridDim.x) * cuda.blockDim.y
+
+    return kernel
+
+
+def load_lines(task: LoadTask) -> int:
+    """Into how many steps a row is taken."""
+    return -(-task.record.dim // task.record.step)

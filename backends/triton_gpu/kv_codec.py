@@ -1,0 +1,673 @@
+"""Codes of keys and values inside kernels.
+
+A row (one head of one token) is taken as tiles [ROWS, parts, width] of 16 bytes of the tensor that it is read from or
+written to, so that one thread holds all of a row, or a part of each of its rotation's blocks: rotating and packing then
+move little or nothing between threads. Functions that hold inline assembly have a portable twin; see :mod:`codec`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import triton
+import triton.language as tl
+
+from mxkv import lloyd_max
+from mxkv.backends.triton_gpu.codec import Paths
+
+FP16_MAX = tl.constexpr(65504.0)
+NORM_FLOOR = tl.constexpr(1e-8)
+SCALE_FLOOR = tl.constexpr(1e-8)
+CORRECTION_FLOOR = tl.constexpr(1e-16)
+
+_WIDEST_ACCESS = 16
+_MOST_OF_A_THREAD = 128  # elements of a rotation's block: registers
+_LEAST_OF_A_THREAD = 16
+_STEP = 40  # powers of two by which rotated elements are scaled, so that a step past a midpoint is more than 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # one object for each task: Triton hashes it at every launch
+class KVTask:
+    """What a kernel on pages of keys and values is compiled for.
+
+    Attributes:
+        key_bits: Bits of a key's element: 8 (E4M3), 4 or 3.
+        value_bits: Bits of a value's element: 4 or 3.
+        corrected: Whether norms are divided by those of the quantized directions.
+        dim: Elements of a key, and of a value.
+        heads: Heads of the cache.
+        block: The size of the rotation's diagonal blocks, a power of two.
+        dtype: Of the keys and values that come or go: "bf16", "fp16" or "fp32".
+        dtype_max: Its largest finite number.
+        table: The centroids, fp32; empty where the call has its own.
+        rotated: Whether the call has a rotation of its own.
+        sanitize: Whether what is not finite is made so.
+        block_size, token_bytes, head_bytes, key_bytes, meta_offset, fields: The page layout (:class:`KVLayout`).
+        alignment: Bytes (2 to 16) to which every row's codes are aligned.
+        narrow: Whether every slot fits 32 bits.
+        paths: The target's instructions.
+        row_threads: Threads that a row is to have, as far as its width allows.
+    """
+
+    key_bits: int
+    value_bits: int
+    corrected: bool
+    dim: int
+    heads: int
+    block: int
+    dtype: str
+    dtype_max: float
+    table: tuple[float, ...]
+    rotated: bool
+    sanitize: bool
+    block_size: int
+    token_bytes: int
+    head_bytes: int
+    key_bytes: int
+    meta_offset: int
+    fields: int
+    alignment: int
+    narrow: bool
+    paths: Paths
+    row_threads: int = 1
+
+    @property
+    def normed(self) -> bool:
+        return self.key_bits != 8
+
+    @property
+    def parts(self) -> int:
+        """Threads of a row: each has a part of every block."""
+        return max(1, self.block // _MOST_OF_A_THREAD, min(self.row_threads, self.block // _LEAST_OF_A_THREAD))
+
+    @property
+    def width(self) -> int:
+        """Elements of a tile's row in one thread: 16 bytes."""
+        return _WIDEST_ACCESS // (4 if self.dtype == "fp32" else 2)
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles of a block."""
+        return self.block // (self.parts * self.width)
+
+    @property
+    def blocks(self) -> int:
+        return self.dim // self.block
+
+    @property
+    def tiles(self) -> int:
+        return self.blocks * self.block_tiles
+
+    @property
+    def octets(self) -> int:
+        """Runs of eight elements of a row in one thread."""
+        return self.dim // (8 * self.parts)
+
+    @property
+    def span(self) -> int:
+        """Elements of a thread that stand together."""
+        return self.dim if self.parts == 1 else self.block // self.parts
+
+    @property
+    def padded(self) -> int:
+        return 1 << (self.dim - 1).bit_length()
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the centroids are known, and mirror themselves."""
+        return len(self.table) > 0 and all(a == -b for a, b in zip(self.table, self.table[::-1], strict=True))
+
+    @property
+    def positive(self) -> tuple[float, ...]:
+        """The upper half of symmetric centroids."""
+        return self.table[len(self.table) // 2 :]
+
+    @property
+    def positive_edges(self) -> tuple[int, ...]:
+        """The bits of the midpoints between them."""
+        return tuple(struct.unpack("<i", struct.pack("<f", edge))[0] for edge in lloyd_max.midpoints(self.positive))
+
+    @property
+    def bucketize_assembly(self) -> str:
+        return _bucketize_assembly(self)
+
+    @property
+    def pack_values_assembly(self) -> str:
+        return _pack_assembly(self.value_bits)
+
+
+def _bits_of(x: float) -> str:
+    """A number as PTX writes an fp32."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
+
+
+def _below(x: float) -> float:
+    """The largest fp32 below a positive fp32."""
+    bits = struct.unpack("<I", struct.pack("<f", x))[0]
+    return struct.unpack("<f", struct.pack("<I", bits - 1))[0]
+
+
+def _bucketize_assembly(task: KVTask) -> str:
+    """PTX from eight elements before the rotation's factor to their packed codes and their centroids' squares, summed.
+
+    Of a symmetric table: the code of a magnitude is the number of positive midpoints up to it, and that of a negative
+    element mirrors it. An element x is scaled by 2**40 with the factor; add.sat is then 1 where it is past a midpoint m
+    (|x| is at least the next fp32), else 0. A negative element must be past the midpoint, not on it: one is taken off
+    its bits. Codes are counted and packed as fp32 integers.
+    """
+    bits, positive = task.key_bits, task.positive
+    edges = [_below(m) * 2.0**_STEP for m in lloyd_max.midpoints(positive)]
+    squares = [c * c for c in positive]
+    factor = _bits_of(task.block**-0.5 * 2.0**_STEP)
+    base, low, high = 1 << bits, "low", "high"
+    middle = ((1 << bits) - 1) / 2
+    lines = [".reg .f32 x, a, p, n, low, high, squares;", ".reg .b32 b, c;", "mov.f32 squares, 0f00000000;"]
+    for j in range(8):
+        into = low if j < 4 else high
+        lines += [
+            f"fma.rn.f32 x, ${2 + j}, {factor}, 0f00000000;",
+            "mov.b32 b, x;",
+            "shr.s32 c, b, 31;",
+            "add.s32 b, b, c;",
+            "mov.b32 a, b;",
+            "abs.f32 a, a;",
+            f"mov.f32 n, {_bits_of(0.5)};",
+        ]
+        for edge, below, above in zip(edges, squares, squares[1:], strict=False):
+            lines += [f"add.rn.sat.f32 p, a, {_bits_of(-edge)};", "add.rn.f32 n, n, p;"]
+            if task.corrected:
+                lines.append(f"fma.rn.f32 squares, p, {_bits_of(above - below)}, squares;")
+        lines.append("copysign.f32 n, x, n;")
+        power = float(base ** (j % 4))
+        start = middle * sum(base**i for i in range(4))
+        lines.append(f"fma.rn.f32 {into}, n, {_bits_of(power)}, {_bits_of(start) if j % 4 == 0 else into};")
+    lines += [
+        f"add.rn.f32 low, low, {_bits_of(2.0**23)};",
+        f"add.rn.f32 high, high, {_bits_of(2.0**23)};",
+        "mov.b32 b, low;",
+        "mov.b32 c, high;",
+    ]
+    if bits == 4:
+        lines.append("prmt.b32 $0, b, c, 0x5410;")
+    else:
+        lines += ["and.b32 b, b, 0xfff;", "shl.b32 c, c, 12;", "and.b32 c, c, 0xfff000;", "or.b32 $0, b, c;"]
+    lines.append(f"add.rn.f32 $1, squares, {_bits_of(8 * squares[0])};")
+    return "{ " + " ".join(lines) + " }"
+
+
+def _pack_assembly(bits: int) -> str:
+    """PTX from eight fp32 in [0, 2**bits) to their integer parts, packed."""
+    lines = [".reg .f32 x;", ".reg .b32 b;", "mov.b32 $0, 0;"]
+    for j in reversed(range(8)):
+        # Rounded towards zero, 2**23 + x has the integer in its last bits; its exponent is taken away at the end.
+        lines += [
+            f"add.rz.f32 x, ${1 + j}, {_bits_of(2.0**23)};",
+            "mov.b32 b, x;",
+            f"mad.lo.u32 $0, $0, {1 << bits}, b;",
+        ]
+    excess = 0x4B000000 * sum(1 << (bits * j) for j in range(8)) & 0xFFFFFFFF
+    lines.append(f"sub.u32 $0, $0, 0x{excess:08x};")
+    return "{ " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def word_bytes(task, bits):
+    """Bytes of what a row's codes are stored as: words where they fill them and stand at multiples of them."""
+    return 4 if task.alignment >= 4 and task.span * bits % 32 == 0 else 2
+
+
+@triton.constexpr_function
+def vector(task, bits):
+    """How many such words one access takes."""
+    size = word_bytes(task, bits)
+    count = task.span * bits // 8 // size
+    return min(count & -count, task.alignment // size, _WIDEST_ACCESS // size)
+
+
+@triton.constexpr_function
+def tile_start(task, index):
+    """The first element of a tile (of its first part)."""
+    return index // task.block_tiles * task.block + index % task.block_tiles * task.width
+
+
+@triton.constexpr_function
+def scale_of_rotation(task):
+    return task.block**-0.5
+
+
+# Places.
+
+
+@triton.jit
+def rows_of(program, tokens, ROWS: tl.constexpr, TASK: tl.constexpr):
+    """A program's rows: their tokens (int64), their heads, and whether they exist [ROWS]."""
+    first = program.to(tl.int64) * ROWS
+    local = (first % TASK.heads).to(tl.int32) + tl.arange(0, ROWS)
+    token = first // TASK.heads + local // TASK.heads
+    return token, local % TASK.heads, token < tokens
+
+
+@triton.jit
+def pages_of(kv_cache, slot, exists, num_slots, block_stride, TASK: tl.constexpr):
+    """Slots' pages (pointers to bytes), places in them, and whether they exist [ROWS]."""
+    slot = slot.to(tl.int64)
+    exists = exists & (slot >= 0) & (slot < num_slots)
+    slot = tl.where(exists, slot, 0)
+    if TASK.narrow:
+        unsigned = slot.to(tl.uint32)
+    else:
+        unsigned = slot.to(tl.uint64)
+    page = kv_cache + (unsigned // TASK.block_size).to(tl.int64) * block_stride
+    return page, (unsigned % TASK.block_size).to(tl.int64), exists
+
+
+@triton.jit
+def codes_at(page, place, head, VALUE: tl.constexpr, TASK: tl.constexpr):
+    """Where rows' codes stand: pointers to bytes."""
+    ALIGNMENT: tl.constexpr = TASK.alignment
+    offset = place * TASK.token_bytes + head * TASK.head_bytes + (TASK.key_bytes if VALUE else 0)
+    return tl.multiple_of(page + offset, ALIGNMENT)
+
+
+@triton.jit
+def field_at(page, place, head, FIELD: tl.constexpr, TASK: tl.constexpr):
+    """Where rows' fp16 numbers stand: pointers to 16 bits."""
+    offset = TASK.meta_offset + 2 * ((head * TASK.fields + FIELD).to(tl.int64) * TASK.block_size + place)
+    return (page + offset).to(tl.pointer_type(tl.uint16))
+
+
+@triton.jit
+def elements_at(rows, token, head, INDEX: tl.constexpr, TASK: tl.constexpr):
+    """Pointers to a tile's elements [ROWS, parts, width] in a tensor [tokens, heads, dim]."""
+    PARTS: tl.constexpr = TASK.parts
+    WIDTH: tl.constexpr = TASK.width
+    START: tl.constexpr = tile_start(TASK, INDEX)
+    part = tl.arange(0, PARTS)[None, :, None] * (TASK.block // PARTS)
+    row = rows.ptr + token * rows.query_stride + head * rows.head_stride
+    return row[:, None, None] + part + (START + tl.arange(0, WIDTH)[None, None, :])
+
+
+# Columns: a tile's row, or two tiles', as eight tensors [ROWS, parts].
+
+
+@triton.jit
+def halves_of_columns(x):
+    """The even and the odd columns of [ROWS, parts, n]."""
+    ROWS: tl.constexpr = x.shape[0]
+    PARTS: tl.constexpr = x.shape[1]
+    HALF: tl.constexpr = x.shape[2] // 2
+    return tl.split(tl.reshape(x, [ROWS, PARTS, HALF, 2]))
+
+
+@triton.jit
+def _quad(x):
+    """[ROWS, parts, 4] as four columns."""
+    even, odd = halves_of_columns(x)
+    c0, c2 = tl.split(even)
+    c1, c3 = tl.split(odd)
+    return (c0, c1, c2, c3)
+
+
+@triton.jit
+def octet_of(tiles, INDEX: tl.constexpr, TASK: tl.constexpr):
+    """The eight columns of a run of eight elements."""
+    if TASK.width == 4:
+        return _quad(tiles[2 * INDEX]) + _quad(tiles[2 * INDEX + 1])
+    else:
+        even, odd = halves_of_columns(tiles[INDEX])
+        c0, c2, c4, c6 = _quad(even)
+        c1, c3, c5, c7 = _quad(odd)
+        return (c0, c1, c2, c3, c4, c5, c6, c7)
+
+
+@triton.jit
+def _joined(even, odd):
+    """[ROWS, parts, n] twice to [ROWS, parts, 2 n], alternating."""
+    ROWS: tl.constexpr = even.shape[0]
+    PARTS: tl.constexpr = even.shape[1]
+    WIDTH: tl.constexpr = even.shape[2] * 2
+    return tl.reshape(tl.join(even, odd), [ROWS, PARTS, WIDTH])
+
+
+@triton.jit
+def _tile_of_four(c0, c1, c2, c3):
+    return _joined(tl.join(c0, c2), tl.join(c1, c3))
+
+
+@triton.jit
+def tiles_of(columns, TASK: tl.constexpr):
+    """Eight columns as tiles: the inverse of :func:`octet_of`."""
+    if TASK.width == 4:
+        return (
+            _tile_of_four(columns[0], columns[1], columns[2], columns[3]),
+            _tile_of_four(columns[4], columns[5], columns[6], columns[7]),
+        )
+    else:
+        even = _tile_of_four(columns[0], columns[2], columns[4], columns[6])
+        odd = _tile_of_four(columns[1], columns[3], columns[5], columns[7])
+        return (_joined(even, odd),)
+
+
+# Rotation.
+
+
+@triton.jit
+def _within(x, HALF: tl.constexpr):
+    """A stage of the butterfly between columns of a tile."""
+    ROWS: tl.constexpr = x.shape[0]
+    PARTS: tl.constexpr = x.shape[1]
+    WIDTH: tl.constexpr = x.shape[2]
+    pairs = tl.reshape(x, [ROWS, PARTS, WIDTH // (2 * HALF), 2, HALF])
+    a, b = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 2, 4, 3)), [ROWS, PARTS, WIDTH])
+
+
+@triton.jit
+def _between_parts(x, HALF: tl.constexpr):
+    """A stage of the butterfly between a row's threads."""
+    ROWS: tl.constexpr = x.shape[0]
+    PARTS: tl.constexpr = x.shape[1]
+    WIDTH: tl.constexpr = x.shape[2]
+    pairs = tl.reshape(x, [ROWS, PARTS // (2 * HALF), 2, HALF, WIDTH])
+    a, b = tl.split(tl.permute(pairs, (0, 1, 3, 4, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 4, 2, 3)), [ROWS, PARTS, WIDTH])
+
+
+@triton.jit
+def butterfly(tiles, TASK: tl.constexpr):
+    """The tiles of one block through the stages 1, 2, 4 … of the butterfly; the factor is left to the caller."""
+    TILES: tl.constexpr = TASK.block_tiles
+    WIDTH: tl.constexpr = TASK.width
+    done = ()
+    for i in tl.static_range(TILES):
+        x = tiles[i]
+        x = _within(x, 1)
+        x = _within(x, 2)
+        if WIDTH == 8:
+            x = _within(x, 4)
+        done = done + (x,)
+    for stage in tl.static_range(10):
+        if 1 << stage < TILES:
+            turned = ()
+            for i in tl.static_range(TILES):
+                if i & (1 << stage):
+                    turned = turned + (done[i - (1 << stage)] - done[i],)
+                else:
+                    turned = turned + (done[i] + done[i + (1 << stage)],)
+            done = turned
+    for stage in tl.static_range(6):
+        if 1 << stage < TASK.parts:
+            turned = ()
+            for i in tl.static_range(TILES):
+                turned = turned + (_between_parts(done[i], 1 << stage),)
+            done = turned
+    return done
+
+
+@triton.jit
+def divide(x, divisor, PATHS: tl.constexpr):
+    """Finite fp32 [ROWS, ..] / positive fp32 [ROWS, 1, ..], correctly rounded unless it underflows.
+
+    A quotient by the correctly rounded reciprocal, corrected once by its exact remainder (Markstein). An infinite
+    divisor gives zero. A quotient that overflows may be NaN.
+    """
+    if PATHS.pairs != "none":
+        reciprocal = tl.inline_asm_elementwise(
+            "rcp.rn.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+        )
+        minus = tl.broadcast_to(tl.where(divisor == float("inf"), 0.0, 0.0 - divisor), x.shape)
+        reciprocal = tl.broadcast_to(reciprocal, x.shape)
+        quotient = x * reciprocal
+        return tl.fma(tl.fma(quotient, minus, x), reciprocal, quotient)
+    else:
+        return tl.math.div_rn(x, tl.broadcast_to(divisor, x.shape))
+
+
+# Keys: from rotated elements to codes.
+
+
+@triton.jit
+def bucketize(x, table, TASK: tl.constexpr):
+    """Rotated fp32 to codes (int32) and their centroids: the number of midpoints up to each."""
+    code = tl.zeros(x.shape, tl.int32)
+    centroid = tl.zeros(x.shape, tl.float32) + table[0]
+    for i in tl.static_range(tl.constexpr((1 << TASK.key_bits) - 1)):
+        past = x >= (table[i] + table[i + 1]) * 0.5
+        code += past.to(tl.int32)
+        centroid = tl.where(past, table[i + 1], centroid)
+    return code, centroid
+
+
+@triton.jit
+def _bucketize_symmetric(x, TASK: tl.constexpr):
+    """As :func:`bucketize` for symmetric centroids: codes, and the squares of the centroids."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # no negative zero
+    bits += bits >> 31  # a negative element must be past a midpoint, not on it
+    magnitude = bits & 0x7FFFFFFF
+    count = tl.zeros(x.shape, tl.int32)
+    square = tl.full(x.shape, TASK.positive[0] * TASK.positive[0], tl.float32)
+    for i in tl.static_range(tl.constexpr((1 << (TASK.key_bits - 1)) - 1)):
+        past = magnitude >= TASK.positive_edges[i]
+        count += past.to(tl.int32)
+        square = tl.where(past, TASK.positive[i + 1] * TASK.positive[i + 1], square)
+    HALF: tl.constexpr = 1 << (TASK.key_bits - 1)
+    return tl.where(bits < 0, HALF - 1 - count, HALF + count), square
+
+
+@triton.jit
+def encode_octet(columns, table, TASK: tl.constexpr):
+    """Eight columns, before the rotation's factor, to packed codes and the sum of the centroids' squares."""
+    PATHS: tl.constexpr = TASK.paths
+    FACTOR: tl.constexpr = scale_of_rotation(TASK)
+    if PATHS.pairs != "none" and TASK.symmetric:
+        return tl.inline_asm_elementwise(
+            TASK.bucketize_assembly, "=&r,=&f" + ",f" * 8,
+            [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7]],
+            dtype=(tl.int32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        word = tl.zeros(columns[0].shape, tl.int32)
+        squares = tl.zeros(columns[0].shape, tl.float32)
+        for j in tl.static_range(8):
+            if TASK.symmetric:
+                code, square = _bucketize_symmetric(columns[j] * FACTOR, TASK)
+            else:
+                code, centroid = bucketize(columns[j] * FACTOR, table, TASK)
+                square = centroid * centroid
+            word = word | (code << (TASK.key_bits * j))
+            squares += square
+        return word, squares
+
+
+@triton.jit
+def table_of(centroids, TASK: tl.constexpr):
+    """The centroids: numbers, or what the call has of its own."""
+    table = ()
+    for i in tl.static_range(tl.constexpr(1 << TASK.key_bits)):
+        if centroids is not None:
+            table = table + (tl.load(centroids + i),)
+        else:
+            table = table + (TASK.table[i],)
+    return table
+
+
+@triton.jit
+def look_up(code, table, BITS: tl.constexpr):
+    """The table's entries for codes (of which the last bits count)."""
+    level = table
+    for bit in tl.static_range(BITS):
+        odd = ((code >> bit) & 1) != 0
+        above = ()
+        for i in tl.static_range(tl.constexpr(1 << (BITS - 1 - bit))):
+            above = above + (tl.where(odd, level[2 * i + 1], level[2 * i]),)
+        level = above
+    return level[0]
+
+
+# Values: from elements to codes.
+
+
+@triton.jit
+def pack_values(columns, TASK: tl.constexpr):
+    """Eight columns of fp32 in [0, 2**value_bits) to their integer parts, packed in an int32."""
+    PATHS: tl.constexpr = TASK.paths
+    if PATHS.pairs != "none":
+        return tl.inline_asm_elementwise(
+            TASK.pack_values_assembly, "=&r" + ",f" * 8,
+            [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7]],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        word = tl.zeros(columns[0].shape, tl.int32)
+        for j in tl.static_range(8):
+            word = word | (columns[j].to(tl.int32) << (TASK.value_bits * j))
+        return word
+
+
+@triton.jit
+def fp16_bits(x, lost):
+    """fp32 clamped to fp16's finite range, as bits; NaN where it is lost."""
+    clamped = tl.minimum(tl.maximum(x, -FP16_MAX), FP16_MAX).to(tl.float16)
+    return tl.where(lost, tl.full(x.shape, 0x7E00, tl.uint16), clamped.to(tl.uint16, bitcast=True))
+
+
+# Packed codes of a row, in a tuple of runs of eight elements, to and from memory.
+
+
+@triton.jit
+def _words_of(runs, BITS: tl.constexpr, TASK: tl.constexpr):
+    """Runs of eight codes (int32) as the words in which a row's codes are stored, in order."""
+    RUNS: tl.constexpr = TASK.octets
+    words = ()
+    if word_bytes(TASK, BITS) == 4:
+        if BITS == 8:
+            for i in tl.static_range(2 * RUNS):
+                words = words + (runs[i],)
+        elif BITS == 4:
+            for i in tl.static_range(RUNS):
+                words = words + (runs[i],)
+        else:
+            for i in tl.static_range(RUNS // 4):
+                r0, r1, r2, r3 = runs[4 * i], runs[4 * i + 1], runs[4 * i + 2], runs[4 * i + 3]
+                words = words + (r0 | (r1 << 24), ((r1 >> 8) & 0xFFFF) | (r2 << 16), ((r2 >> 16) & 0xFF) | (r3 << 8))
+    else:
+        if BITS == 8:
+            for i in tl.static_range(2 * RUNS):
+                words = words + (runs[i].to(tl.uint16), (runs[i] >> 16).to(tl.uint16))
+        elif BITS == 4:
+            for i in tl.static_range(RUNS):
+                words = words + (runs[i].to(tl.uint16), (runs[i] >> 16).to(tl.uint16))
+        else:
+            for i in tl.static_range(RUNS // 2):
+                r0, r1 = runs[2 * i], runs[2 * i + 1]
+                words = words + (r0.to(tl.uint16), ((r0 >> 16) | (r1 << 8)).to(tl.uint16), (r1 >> 8).to(tl.uint16))
+    return words
+
+
+@triton.jit
+def _gathered(words, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Some words [ROWS, parts] as one tile [ROWS, parts, COUNT]."""
+    if COUNT == 1:
+        return words[FIRST][:, :, None]
+    elif COUNT == 2:
+        return tl.join(words[FIRST], words[FIRST + 1])
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        even = ()
+        odd = ()
+        for i in tl.static_range(HALF):
+            even = even + (words[FIRST + 2 * i],)
+            odd = odd + (words[FIRST + 2 * i + 1],)
+        return _joined(_gathered(even, 0, HALF), _gathered(odd, 0, HALF))
+
+
+@triton.constexpr_function
+def _part_words(task, bits):
+    """Words of one thread's part of a row."""
+    return task.dim // task.parts * bits // 8 // word_bytes(task, bits)
+
+
+@triton.constexpr_function
+def _span_words(task, bits):
+    return task.span * bits // 8 // word_bytes(task, bits)
+
+
+@triton.jit
+def _words_at(codes, FIRST: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr):
+    """Pointers to an access's words [ROWS, parts, n]."""
+    SIZE: tl.constexpr = word_bytes(TASK, BITS)
+    COUNT: tl.constexpr = vector(TASK, BITS)
+    PARTS: tl.constexpr = TASK.parts
+    SPAN: tl.constexpr = _span_words(TASK, BITS)
+    START: tl.constexpr = FIRST // SPAN * SPAN * PARTS + FIRST % SPAN
+    part = tl.arange(0, PARTS)[None, :, None] * SPAN
+    base = codes.to(tl.pointer_type(tl.int32 if SIZE == 4 else tl.uint16))[:, None, None]
+    return base + part + (START + tl.arange(0, COUNT)[None, None, :])
+
+
+@triton.jit
+def store_codes(codes, runs, exists, BITS: tl.constexpr, TASK: tl.constexpr):
+    """Write rows' codes, given as runs of eight; runs of four (int32) where they have 8 bits."""
+    COUNT: tl.constexpr = vector(TASK, BITS)
+    words = _words_of(runs, BITS, TASK)
+    for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
+        tile = _gathered(words, i * COUNT, COUNT)
+        pointer = _words_at(codes, i * COUNT, BITS, TASK)
+        tl.store(pointer, tile, mask=exists[:, None, None])
+
+
+@triton.jit
+def _scattered(tile, COUNT: tl.constexpr):
+    """A tile [ROWS, parts, COUNT] as columns."""
+    if COUNT == 1:
+        return (tl.reshape(tile, [tile.shape[0], tile.shape[1]]),)
+    elif COUNT == 2:
+        a, b = tl.split(tile)
+        return (a, b)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        even, odd = halves_of_columns(tile)
+        evens = _scattered(even, HALF)
+        odds = _scattered(odd, HALF)
+        columns = ()
+        for i in tl.static_range(HALF):
+            columns = columns + (evens[i], odds[i])
+        return columns
+
+
+@triton.jit
+def four_runs(w0, w1, w2):
+    """Three words of 32 codes of 3 bits as four runs of eight."""
+    return (w0, ((w0 >> 24) & 0xFF) | (w1 << 8), ((w1 >> 16) & 0xFFFF) | (w2 << 16), w2 >> 8)
+
+
+@triton.jit
+def two_runs(h0, h1, h2):
+    """Three half words of 16 codes of 3 bits as two runs of eight."""
+    return (h0 | (h1 << 16), (h1 >> 8) | (h2 << 8))
+
+
+@triton.jit
+def load_codes(codes, exists, BITS: tl.constexpr, TASK: tl.constexpr):
+    """Rows' codes as runs of eight in an int32 (of four where they have 8 bits); bits above a run are arbitrary."""
+    COUNT: tl.constexpr = vector(TASK, BITS)
+    RUNS: tl.constexpr = TASK.octets
+    words = ()
+    for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
+        tile = tl.load(_words_at(codes, i * COUNT, BITS, TASK), mask=exists[:, None, None], other=0).to(tl.int32)
+        words = words + _scattered(tile, COUNT)
+    runs = ()
+    if word_bytes(TASK, BITS) == 4:
+        if BITS == 3:
+            for i in tl.static_range(RUNS // 4):
+                runs = runs + four_runs(words[3 * i], words[3 * i + 1], words[3 * i + 2])
+        else:
+            runs = words
+    elif BITS == 3:
+        for i in tl.static_range(RUNS // 2):
+            runs = runs + two_runs(words[3 * i], words[3 * i + 1], words[3 * i + 2])
+    else:
+        for i in tl.static_range(tl.constexpr(RUNS * BITS // 4)):
+            runs = runs + (words[2 * i] | (words[2 * i + 1] << 16),)
+    return runs

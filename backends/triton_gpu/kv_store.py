@@ -1,0 +1,349 @@
+"""Store and load of keys and values: one kernel each, for every format.
+
+    grid      one program for ROWS rows (a row is one head of one token), of keys or of values
+    reads     keys           [ROWS, dim]                 once, in 16 bytes for a thread
+    writes    codes          [ROWS, key bytes]
+              fp16 numbers   [ROWS, fields]
+
+A thread has a whole row in registers, or a part of one: the norm, the butterfly, the codes and their packing need few
+others. An explicit rotation is a matrix product, row tile by row tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mxkv.backends.triton_gpu import codec, kv_codec
+
+_ROTATED_STEP = tl.constexpr(32)  # columns of a matrix product at a time
+
+
+@triton.jit
+def _as_fp32(x, TASK: tl.constexpr):
+    """Elements as fp32; what is not finite made so if asked for."""
+    x = x.to(tl.float32)
+    if TASK.sanitize:
+        x = tl.where(x != x, 0.0, x)
+        x = tl.where(x == float("inf"), kv_codec.FP16_MAX, x)
+        x = tl.where(x == float("-inf"), -kv_codec.FP16_MAX, x)
+    return x
+
+
+@triton.jit
+def _is_lost(x):
+    return (x != x) | (tl.abs(x) == float("inf"))
+
+
+@triton.jit
+def _load_rows(rows, token, head, exists, TASK: tl.constexpr):
+    """Rows as tiles."""
+    raw = ()
+    for i in tl.static_range(tl.constexpr(TASK.tiles)):
+        pointer = kv_codec.elements_at(rows, token, head, i, TASK)
+        raw = raw + (tl.load(pointer, mask=exists[:, None, None], other=0.0),)
+    return raw
+
+
+@triton.jit
+def _any_lost(raw, TASK: tl.constexpr):
+    """Whether rows hold what is not finite [ROWS]."""
+    found = _is_lost(raw[0].to(tl.float32)).to(tl.int32)
+    for i in tl.static_range(1, tl.constexpr(TASK.tiles)):
+        found = found | _is_lost(raw[i].to(tl.float32)).to(tl.int32)
+    return tl.max(tl.max(found, 2), 1) != 0
+
+
+@triton.jit
+def _store_fp8_keys(key, token, head, exists, page, place, TASK: tl.constexpr):
+    PATHS: tl.constexpr = TASK.paths
+    raw = _load_rows(key, token, head, exists, TASK)
+    runs = ()
+    for i in tl.static_range(tl.constexpr(TASK.octets)):
+        columns = kv_codec.octet_of(raw, i, TASK)
+        for quad in tl.static_range(2):
+            word = tl.zeros(columns[0].shape, tl.int32)
+            for pair in tl.static_range(2):
+                x = _as_fp32(columns[4 * quad + 2 * pair], TASK)
+                y = _as_fp32(columns[4 * quad + 2 * pair + 1], TASK)
+                if PATHS.e4m3 == "cvt":
+                    # NaN where it is not finite, else itself: the conversion saturates infinities.
+                    x, y = tl.fma(x, 0.0, x), tl.fma(y, 0.0, y)
+                    both = codec.encode_e4m3_pair(x, y, PATHS) & 0xFFFF
+                else:
+                    first = tl.where(_is_lost(x), 0x7F, codec.encode_e4m3(tl.where(_is_lost(x), 0.0, x)))
+                    second = tl.where(_is_lost(y), 0x7F, codec.encode_e4m3(tl.where(_is_lost(y), 0.0, y)))
+                    both = first | (second << 8)
+                word = word | (both << (16 * pair))
+            runs = runs + (word,)
+    kv_codec.store_codes(kv_codec.codes_at(page, place, head, False, TASK), runs, exists, 8, TASK)
+
+
+@triton.jit
+def _store_keys(key, token, head, exists, page, place, centroids, TASK: tl.constexpr):
+    PATHS: tl.constexpr = TASK.paths
+    table = kv_codec.table_of(centroids, TASK)
+    raw = _load_rows(key, token, head, exists, TASK)
+    x = _as_fp32(raw[0], TASK)
+    squares = x * x
+    for i in tl.static_range(1, tl.constexpr(TASK.tiles)):
+        x = _as_fp32(raw[i], TASK)
+        squares = tl.fma(x, x, squares)
+    squares = tl.sum(tl.sum(squares, 2), 1)  # [ROWS]
+    lost = squares != squares
+    if not TASK.sanitize:
+        # A sum that is not finite may be an overflow: then, and only then, is every element looked at.
+        unsure = lost | (squares == float("inf"))
+        if tl.max(unsure.to(tl.int32), 0) != 0:
+            lost = _any_lost(raw, TASK)
+        squares = tl.where(lost, 0.0, squares)
+    norm = tl.sqrt_rn(squares)
+    divisor = (norm + kv_codec.NORM_FLOOR)[:, None, None]
+    runs = ()
+    chosen = tl.zeros(squares.shape, tl.float32)[:, None]
+    for block in tl.static_range(tl.constexpr(TASK.blocks)):
+        tiles = ()
+        for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+            x = _as_fp32(raw[block * TASK.block_tiles + i], TASK)
+            tiles = tiles + (kv_codec.divide(x, divisor, PATHS),)
+        tiles = kv_codec.butterfly(tiles, TASK)
+        for i in tl.static_range(tl.constexpr(TASK.octets // TASK.blocks)):
+            word, sum_of_squares = kv_codec.encode_octet(kv_codec.octet_of(tiles, i, TASK), table, TASK)
+            runs = runs + (tl.where(lost[:, None], 0, word),)
+            chosen = chosen + sum_of_squares
+    if TASK.corrected:
+        norm = norm * tl.math.div_rn(1.0, tl.sqrt_rn(tl.sum(chosen, 1) + kv_codec.CORRECTION_FLOOR))
+    kv_codec.store_codes(kv_codec.codes_at(page, place, head, False, TASK), runs, exists, TASK.key_bits, TASK)
+    tl.store(kv_codec.field_at(page, place, head, 0, TASK), kv_codec.fp16_bits(norm, lost), mask=exists)
+
+
+@triton.jit
+def _store_values(value, token, head, exists, page, place, TASK: tl.constexpr):
+    PATHS: tl.constexpr = TASK.paths
+    MOST: tl.constexpr = (1 << TASK.value_bits) - 1
+    raw = _load_rows(value, token, head, exists, TASK)
+    least = _as_fp32(raw[0], TASK)
+    most = least
+    for i in tl.static_range(1, tl.constexpr(TASK.tiles)):
+        x = _as_fp32(raw[i], TASK)
+        least = tl.minimum(least, x, propagate_nan=tl.PropagateNan.ALL)
+        most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
+    low, high = _extreme_of_row(least, False, TASK), _extreme_of_row(most, True, TASK)  # [ROWS]
+    lost = (low != low) | (low == float("-inf")) | (high == float("inf"))
+    low = tl.minimum(tl.maximum(tl.where(lost, 0.0, low), -kv_codec.FP16_MAX), kv_codec.FP16_MAX) + 0.0
+    high = tl.minimum(tl.maximum(tl.where(lost, 0.0, high), -kv_codec.FP16_MAX), kv_codec.FP16_MAX)
+    scale = tl.maximum(tl.math.div_rn(high - low, tl.full(low.shape, MOST, tl.float32)), kv_codec.SCALE_FLOOR)
+    tiles = ()
+    for i in tl.static_range(tl.constexpr(TASK.tiles)):
+        steps = tl.maximum(_as_fp32(raw[i], TASK) - low[:, None, None], 0.0)
+        steps = kv_codec.divide(steps, scale[:, None, None], PATHS) + 0.5
+        tiles = tiles + (tl.minimum(steps, MOST + 0.5),)  # a number, where the quotient is none: it overflowed
+    runs = ()
+    for i in tl.static_range(tl.constexpr(TASK.octets)):
+        word = kv_codec.pack_values(kv_codec.octet_of(tiles, i, TASK), TASK)
+        runs = runs + (tl.where(lost[:, None], 0, word),)
+    kv_codec.store_codes(kv_codec.codes_at(page, place, head, True, TASK), runs, exists, TASK.value_bits, TASK)
+    FIELD: tl.constexpr = TASK.fields - 2
+    tl.store(kv_codec.field_at(page, place, head, FIELD, TASK), kv_codec.fp16_bits(scale, lost), mask=exists)
+    tl.store(kv_codec.field_at(page, place, head, FIELD + 1, TASK), kv_codec.fp16_bits(low, lost), mask=exists)
+
+
+@triton.jit
+def _extreme(a, b, MOST: tl.constexpr):
+    if MOST:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _extreme_of_row(x, MOST: tl.constexpr, TASK: tl.constexpr):
+    """The largest, or the smallest, of a tile's rows [ROWS]; NaN where there is one."""
+    if TASK.width == 4:
+        even, odd = kv_codec.halves_of_columns(x)
+    else:
+        even, odd = kv_codec.halves_of_columns(x)
+        even, odd = kv_codec.halves_of_columns(_extreme(even, odd, MOST))
+    a, b = tl.split(_extreme(even, odd, MOST))
+    found = _extreme(a, b, MOST)  # [ROWS, parts]
+    for stage in tl.static_range(6):
+        if 1 << stage < TASK.parts:
+            a, b = tl.split(tl.reshape(found, [found.shape[0], found.shape[1] // 2, 2]))
+            found = _extreme(a, b, MOST)
+    return tl.reshape(found, [found.shape[0]])
+
+
+@triton.jit
+def _store_rotated_keys(
+    key, token, head, exists, page, place, centroids, rotation, ROWS: tl.constexpr, TASK: tl.constexpr
+):
+    """As :func:`_store_keys`, with a rotation of the call's own: rows as tiles [ROWS, dim], padded."""
+    WIDTH: tl.constexpr = TASK.padded
+    table = kv_codec.table_of(centroids, TASK)
+    at = tl.arange(0, WIDTH)
+    row = key.ptr + token * key.query_stride + head * key.head_stride
+    x = _as_fp32(tl.load(row[:, None] + at[None, :], mask=exists[:, None] & (at < TASK.dim)[None, :], other=0.0), TASK)
+    lost = tl.max(_is_lost(x).to(tl.int32), 1) != 0
+    norm = tl.sqrt_rn(tl.where(lost, 0.0, tl.sum(x * x, 1)))
+    divisor = norm + kv_codec.NORM_FLOOR
+    turned = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in tl.static_range(0, tl.constexpr(TASK.dim), _ROTATED_STEP):
+        step = start + tl.arange(0, _ROTATED_STEP)
+        some = tl.load(row[:, None] + step[None, :], mask=exists[:, None] & (step < TASK.dim)[None, :], other=0.0)
+        some = tl.where(lost[:, None], 0.0, _as_fp32(some, TASK))
+        some = tl.math.div_rn(some, tl.broadcast_to(divisor[:, None], some.shape))
+        inside = (at < TASK.dim)[None, :] & (step < TASK.dim)[:, None]
+        matrix = tl.load(rotation + at[None, :] * TASK.dim + step[:, None], mask=inside, other=0.0)
+        turned = tl.dot(some, matrix, turned, input_precision="ieee")
+    code, centroid = kv_codec.bucketize(turned, table, TASK)
+    code = tl.where(lost[:, None], 0, code)
+    if TASK.corrected:
+        chosen = tl.sum(tl.where((at < TASK.dim)[None, :], centroid * centroid, 0.0), 1)
+        norm = norm * tl.math.div_rn(1.0, tl.sqrt_rn(chosen + kv_codec.CORRECTION_FLOOR))
+    # Eight codes are three or four bytes.
+    OCTETS: tl.constexpr = WIDTH // 8
+    octet = tl.arange(0, OCTETS)
+    shift = TASK.key_bits * (tl.arange(0, WIDTH) % 8)
+    runs = tl.sum(tl.reshape(code << shift[None, :], [ROWS, OCTETS, 8]), 2)
+    mask = exists[:, None] & (8 * octet < TASK.dim)[None, :]
+    codes = kv_codec.codes_at(page, place, head, False, TASK)
+    for byte in tl.static_range(tl.constexpr(TASK.key_bits)):
+        pointer = codes[:, None] + octet[None, :] * TASK.key_bits + byte
+        tl.store(pointer, (runs >> (8 * byte)).to(tl.uint8), mask=mask)
+    tl.store(kv_codec.field_at(page, place, head, 0, TASK), kv_codec.fp16_bits(norm, lost), mask=exists)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots"])
+def store_kv_kernel(
+    kv_cache, key, value, slots, centroids, rotation, tokens, num_slots, block_stride, slot_stride,
+    TASK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    token, head, exists = kv_codec.rows_of(program // 2, tokens, ROWS, TASK)
+    slot = tl.load(slots + token * slot_stride, mask=exists, other=-1)
+    page, place, exists = kv_codec.pages_of(kv_cache, slot, exists, num_slots, block_stride, TASK)
+    if program % 2 == 1:
+        _store_values(value, token, head, exists, page, place, TASK)
+    else:
+        if TASK.key_bits == 8:
+            _store_fp8_keys(key, token, head, exists, page, place, TASK)
+        elif TASK.rotated:
+            _store_rotated_keys(key, token, head, exists, page, place, centroids, rotation, ROWS, TASK)
+        else:
+            _store_keys(key, token, head, exists, page, place, centroids, TASK)
+
+
+@triton.jit
+def _write_rows(rows, tiles, token, head, valid, exists, TASK: tl.constexpr):
+    """Tiles of fp32 to a tensor's rows, saturated; zeros where a slot does not exist."""
+    PATHS: tl.constexpr = TASK.paths
+    for i in tl.static_range(tl.constexpr(TASK.tiles)):
+        x = codec.saturate(tiles[i], TASK, False)
+        x = tl.where(exists[:, None, None], x, 0.0)
+        pointer = kv_codec.elements_at(rows, token, head, i, TASK)
+        tl.store(pointer, codec.round_to(x, rows.ptr.dtype.element_ty, PATHS), mask=valid[:, None, None])
+
+
+@triton.jit
+def _load_keys(
+    key, token, head, valid, exists, page, place, centroids, rotation, ROWS: tl.constexpr, TASK: tl.constexpr
+):
+    PATHS: tl.constexpr = TASK.paths
+    codes = kv_codec.codes_at(page, place, head, False, TASK)
+    runs = kv_codec.load_codes(codes, exists, TASK.key_bits, TASK)
+    tiles = ()
+    if TASK.key_bits == 8:
+        for i in tl.static_range(tl.constexpr(TASK.octets)):
+            columns = ()
+            for half in tl.static_range(4):
+                x, y = codec.decode_e4m3_pair((runs[2 * i + half // 2] >> (16 * (half % 2))) & 0xFFFF, PATHS)
+                columns = columns + (x, y)
+            tiles = tiles + kv_codec.tiles_of(columns, TASK)
+    else:
+        table = kv_codec.table_of(centroids, TASK)
+        norm = tl.load(kv_codec.field_at(page, place, head, 0, TASK), mask=exists, other=0)
+        norm = norm.to(tl.float16, bitcast=True).to(tl.float32)
+        for i in tl.static_range(tl.constexpr(TASK.octets)):
+            columns = ()
+            for j in tl.static_range(8):
+                c = kv_codec.look_up(runs[i] >> (TASK.key_bits * j), table, TASK.key_bits)
+                columns = columns + (norm[:, None] * c,)
+            tiles = tiles + kv_codec.tiles_of(columns, TASK)
+        turned = ()
+        for block in tl.static_range(tl.constexpr(TASK.blocks)):
+            some = ()
+            for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+                some = some + (tiles[block * TASK.block_tiles + i],)
+            some = kv_codec.butterfly(some, TASK)
+            for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+                turned = turned + (some[i] * kv_codec.scale_of_rotation(TASK),)
+        tiles = turned
+    _write_rows(key, tiles, token, head, valid, exists, TASK)
+
+
+@triton.jit
+def _load_rotated_keys(
+    key, token, head, valid, exists, page, place, centroids, rotation, ROWS: tl.constexpr, TASK: tl.constexpr
+):
+    """As :func:`_load_keys`, with a rotation of the call's own: rows as tiles [ROWS, dim], padded."""
+    PATHS: tl.constexpr = TASK.paths
+    WIDTH: tl.constexpr = TASK.padded
+    table = kv_codec.table_of(centroids, TASK)
+    codes = kv_codec.codes_at(page, place, head, False, TASK)
+    norm = tl.load(kv_codec.field_at(page, place, head, 0, TASK), mask=exists, other=0)
+    norm = norm.to(tl.float16, bitcast=True).to(tl.float32)
+    at = tl.arange(0, WIDTH)
+    turned = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in tl.static_range(0, tl.constexpr(TASK.dim), _ROTATED_STEP):
+        step = start + tl.arange(0, _ROTATED_STEP)
+        known = exists[:, None] & (step < TASK.dim)[None, :]
+        bit = step * TASK.key_bits
+        low = tl.load(codes[:, None] + (bit // 8)[None, :], mask=known, other=0).to(tl.int32)
+        further = known & (bit % 8 + TASK.key_bits > 8)[None, :]
+        high = tl.load(codes[:, None] + (bit // 8 + 1)[None, :], mask=further, other=0).to(tl.int32)
+        c = kv_codec.look_up((low | (high << 8)) >> (bit % 8)[None, :], table, TASK.key_bits)
+        some = tl.where(known, norm[:, None] * c, 0.0)
+        inside = (step < TASK.dim)[:, None] & (at < TASK.dim)[None, :]
+        matrix = tl.load(rotation + step[:, None] * TASK.dim + at[None, :], mask=inside, other=0.0)
+        turned = tl.dot(some, matrix, turned, input_precision="ieee")
+    x = tl.where(exists[:, None], codec.saturate(turned, TASK, False), 0.0)
+    pointer = (key.ptr + token * key.query_stride + head * key.head_stride)[:, None] + at[None, :]
+    mask = valid[:, None] & (at < TASK.dim)[None, :]
+    tl.store(pointer, codec.round_to(x, key.ptr.dtype.element_ty, PATHS), mask=mask)
+
+
+@triton.jit
+def _load_values(value, token, head, valid, exists, page, place, TASK: tl.constexpr):
+    FIELD: tl.constexpr = TASK.fields - 2
+    codes = kv_codec.codes_at(page, place, head, True, TASK)
+    runs = kv_codec.load_codes(codes, exists, TASK.value_bits, TASK)
+    scale = tl.load(kv_codec.field_at(page, place, head, FIELD, TASK), mask=exists, other=0)
+    zero = tl.load(kv_codec.field_at(page, place, head, FIELD + 1, TASK), mask=exists, other=0)
+    scale = scale.to(tl.float16, bitcast=True).to(tl.float32)[:, None]
+    zero = zero.to(tl.float16, bitcast=True).to(tl.float32)[:, None]
+    tiles = ()
+    for i in tl.static_range(tl.constexpr(TASK.octets)):
+        columns = ()
+        for j in tl.static_range(8):
+            code = (runs[i] >> (TASK.value_bits * j)) & ((1 << TASK.value_bits) - 1)
+            columns = columns + (code.to(tl.float32) * scale + zero,)
+        tiles = tiles + kv_codec.tiles_of(columns, TASK)
+    _write_rows(value, tiles, token, head, valid, exists, TASK)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots"])
+def load_kv_kernel(
+    kv_cache, key, value, slots, centroids, rotation, tokens, num_slots, block_stride, slot_stride,
+    TASK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    token, head, valid = kv_codec.rows_of(program // 2, tokens, ROWS, TASK)
+    slot = tl.load(slots + token * slot_stride, mask=valid, other=-1)
+    page, place, exists = kv_codec.pages_of(kv_cache, slot, valid, num_slots, block_stride, TASK)
+    if program % 2 == 1:
+        _load_values(value, token, head, valid, exists, page, place, TASK)
+    else:
+        if TASK.rotated:
+            _load_rotated_keys(key, token, head, valid, exists, page, place, centroids, rotation, ROWS, TASK)
+        else:
+            _load_keys(key, token, head, valid, exists, page, place, centroids, rotation, ROWS, TASK)
