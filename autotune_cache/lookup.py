@@ -134,7 +134,7 @@ class Resolver:
             RuntimeError: It would have to be tuned now, and a CUDA graph is being captured.
         """
         policy = settings.current().tune
-        if policy == "off":
+        if policy == "off" or len(tunable.space) == 1:  # nothing to choose, and so nothing to tune
             return Found(tunable.default(*buckets), "default")
         key = key_of(spec, buckets, backend=backend, tunable=tunable)
         soft = soft_of(tunable)

@@ -12,7 +12,18 @@ import torch
 
 from mxkv import dispatch
 from mxkv.autotune_cache.keys import LARGEST_BUCKET, bucket, shown, spec_from_json
-from mxkv.contracts import AttendSpec, LoadSpec, Spec, StoreSpec, Tunable
+from mxkv.compression_checks import ring_layout_of
+from mxkv.contracts import (
+    COMPRESS_DIM,
+    AttendSpec,
+    CompressSpec,
+    CompressStoreSpec,
+    LoadSpec,
+    SaveRingSpec,
+    Spec,
+    StoreSpec,
+    Tunable,
+)
 from mxkv.formats import FORMATS, Format, Scale
 from mxkv.paging import contiguous_layout
 
@@ -22,7 +33,7 @@ PRESETS: dict[str, tuple[int, ...]] = {
 }
 """The token counts of each preset."""
 
-OPERATIONS = ("store", "load", "attend")
+OPERATIONS = ("store", "load", "attend", "compress_norm", "compress_store")
 UNASKED = ("store", "load")
 """What is tuned where nobody names an operation."""
 
@@ -31,6 +42,7 @@ ATTEND_ROWS = 2048
 MOST_QUERIES = 4096  # a preset's larger counts are of tokens
 LATENT_DIM = 512
 BLOCK_SIZE = 64
+RING_CAPACITY = 8
 _LONGEST_REASON = 160
 _BLOCKS = 1024  # of a spec's layout; neither kernels nor keys look at it
 _DTYPE = torch.bfloat16
@@ -76,14 +88,18 @@ def describe(spec: Spec) -> str:
     if dtype not in (None, _DTYPE):
         words.append(str(dtype).removeprefix("torch."))
     rope = getattr(spec, "rotate", False)
-    told = {"device", "format", "latent_dim", "layout", *dtypes, *(["positioned"] if rope else [])}
+    told = {"device", "format", "latent_dim", "layout", "ring_layout", *dtypes, *(["positioned"] if rope else [])}
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if field.name not in told and value != field.default:
             name = "rope" if field.name == "rotate" else field.name
             words.append(name if value is True else f"{name}={value}")
-    if spec.layout.block_size != BLOCK_SIZE:
+    ringed = isinstance(spec, CompressSpec | SaveRingSpec)
+    if not ringed and spec.layout.block_size != BLOCK_SIZE:
         words.append(f"block {spec.layout.block_size}")
+    rings = spec.ring_layout if isinstance(spec, CompressStoreSpec) else spec.layout if ringed else None
+    if rings is not None and rings.num_blocks and rings.block_size != RING_CAPACITY:
+        words.append(f"rings of {rings.block_size}")
     return " ".join(words)
 
 
@@ -119,8 +135,8 @@ def kinds(
     formats: Sequence[Format] = (),
     latents: Sequence[int] = (),
 ) -> Iterator[Spec]:
-    """The kinds of calls that presets have: of each format stores, plain and with RoPE, and loads, in bf16; attention
-    where it is asked for.
+    """The kinds of calls that presets have: of each format stores, plain and with RoPE, and loads, in bf16. Where they
+    are asked for: attention; compressions of both ratios, into plain bf16 rows and with RoPE into a cache.
 
     Args:
         device: Where they run.
@@ -150,6 +166,14 @@ def kinds(
                 if "attend" in (operations or UNASKED):
                     for heads in ATTEND_HEADS:
                         yield AttendSpec(device, format, dim, _DTYPE, layout, heads, dim, scaled=scaled)
+                if dim != COMPRESS_DIM:
+                    continue
+                for ratio in (1, 2):
+                    rings = ring_layout_of(None, ratio)
+                    if "compress_norm" in operations and format == FORMATS["bf16"]:
+                        yield CompressSpec(device, ratio, rings)
+                    if "compress_store" in operations:
+                        yield CompressStoreSpec(device, format, layout, ratio, rings, rotate=True, scaled=scaled)
 
 
 def works(

@@ -5,41 +5,32 @@
     python benchmarks/bench_attend_gpu.py --check              only compares with the torch backend, many shapes
     python benchmarks/bench_attend_gpu.py --once mxfp4         a few launches, for a profiler
 
-How it measures: calls that select different rows of one pool, together larger than twice the L2, are captured in one
-CUDA graph; a sample is a replay's time over its calls; the median of the samples is reported, the merging of splits
-included. Before anything is timed, a part of its result is compared with the torch backend's.
+How it measures: see measuring.py; calls select different rows of one pool, and the merging of splits is included.
+Before anything is timed, a part of its result is compared with the torch backend's.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
-import multiprocessing
-import platform
-import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from measuring import DEVICE, SAMPLES, environment, in_processes, repeated, replayed, sets_needed
 
 import mxkv
 from mxkv import checks, devices
 from mxkv.backends.triton_gpu import attention
 from mxkv.backends.triton_gpu.config import AttendConfig, attend_configurations
 
-DEVICE = "cuda"
 DIM, BLOCK_SIZE, TOPK, POOL = 512, 64, 2048, 1 << 20
-SAMPLES, WARM_REPLAYS, LEAST_CALLS, MOST_CALLS = 25, 3, 8, 64
-MIB = 1 << 20
+LEAST_CALLS = 8
 FORMATS = ("bf16", "mxfp4", "nvfp4", "nvfp4-inline", "mxfp8", "mxfp8-inline", "dsv4", "fp8")
 SIZES = ((8, 16), (64, 16), (256, 16), (64, 64), (64, 128), (4096, 64))  # queries, heads
 WANTED_TB_PER_S = {(256, 16): 3.4}  # of the bf16 rows
@@ -135,41 +126,13 @@ def call_of(shape: Shape, seed: int) -> Call:
 
 def calls_of(shape: Shape) -> list[Call]:
     """Calls that together read more than twice the L2."""
-    l2 = max(devices.describe(torch.device(DEVICE, torch.cuda.current_device())).l2_bytes, 60 * MIB)
-    count = min(MOST_CALLS, max(1, -(-2 * l2 // shape.nbytes) + 1))
-    return [call_of(shape, seed) for seed in range(count)]
-
-
-def replayed(calls: Sequence[Callable[[], None]], samples: int) -> tuple[float, list[float]]:
-    """Microseconds a call: the median over replays of a graph of all calls, and every sample, in order."""
-    for call in calls:  # compiles, outside of the capture
-        call()
-    torch.cuda.synchronize()
-    times = []
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()  # torch.cuda.graph() would collect garbage first, which takes longer than all the rest
-        for call in calls:
-            call()
-        graph.capture_end()
-        for i in range(samples + WARM_REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if i >= WARM_REPLAYS:
-                times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    torch.cuda.synchronize()
-    times.sort()
-    return statistics.median(times), times
+    return [call_of(shape, seed) for seed in range(sets_needed(shape.nbytes, least=1))]
 
 
 def timed(calls: Sequence[Call], config: AttendConfig | None, samples: int) -> tuple[float, list[float]]:
     runs = [functools.partial(call.run, config) for call in calls]
     least = LEAST_CALLS if calls[0].shape.queries < 1024 else 1
-    return replayed(runs * -(-least // len(runs)), samples)
+    return replayed(repeated(runs, least), samples)
 
 
 def measure(shape: Shape) -> dict[str, Any]:
@@ -225,8 +188,8 @@ def sweep(shapes: Sequence[Shape], workers: int, budget_s: float, samples: int =
         for config in spaces[shape.heads, shape.format]:
             kinds.setdefault((shape.heads, shape.format, compiled_as(config)), (shape, config))
     begun = time.monotonic()
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
-        verdicts = dict(zip(kinds, processes.map(compile_config, kinds.values()), strict=True))
+    found = in_processes(workers, compile_config, list(kinds.values()))
+    verdicts = {key: verdict for key, (_, verdict) in zip(kinds, found, strict=True)}
     print(f"sweep: {len(kinds)} kernels compiled in {time.monotonic() - begun:.0f} s", flush=True)
     for key, verdict in verdicts.items():
         if verdict:
@@ -363,28 +326,15 @@ def check(workers: int) -> int:
     for dim, heads, splits in itertools.product((96, 512, 576), (16, 64), (1, 4)):
         todo.append({"dim": dim, "heads": heads, "splits": splits})
     begun, wrong = time.monotonic(), 0
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
-        for case, found in zip(todo, processes.map(checked, todo), strict=True):
-            wrong += bool(found)
-            if found:
-                print("WRONG", {k: str(v) for k, v in case.items()}, found, flush=True)
+    for case, found in in_processes(workers, checked, todo):
+        wrong += bool(found)
+        if found:
+            print("WRONG", {k: str(v) for k, v in case.items()}, found, flush=True)
     print(f"check: {len(todo)} calls, {wrong} wrong, {time.monotonic() - begun:.0f} s", flush=True)
     return 1 if wrong else 0
 
 
 # Results.
-
-
-def environment() -> dict[str, Any]:
-    device = devices.describe(torch.device(DEVICE, torch.cuda.current_device()))
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return {
-        "device": device.name, "target": devices.target_of(device.device).name, "compute_units": device.compute_units,
-        "l2_bytes": device.l2_bytes, "torch": torch.__version__, "triton": triton.__version__,
-        DEVICE: torch.version.cuda, "python": platform.python_version(), "mxkv": mxkv.__version__,
-        "revision": revision.stdout.strip() or None, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(),
-        "dim": DIM, "topk": TOPK, "pool": POOL, "block_size": BLOCK_SIZE, "samples": SAMPLES,
-    }  # fmt: skip
 
 
 def table(where: dict[str, Any], results: Sequence[dict[str, Any]]) -> str:
@@ -443,7 +393,7 @@ def main() -> int:
         once(arguments.once, *sizes[0])
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
-    where = environment()
+    where = environment(dim=DIM, topk=TOPK, pool=POOL, block_size=BLOCK_SIZE, samples=SAMPLES)
     shapes = [Shape(*size, name) for name in formats for size in sizes]
     if arguments.sweep:
         found = sweep(shapes, arguments.workers, arguments.sweep_seconds)

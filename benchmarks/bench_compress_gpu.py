@@ -5,7 +5,7 @@
     python benchmarks/bench_compress_gpu.py --check              only compares with the torch backend
     python benchmarks/bench_compress_gpu.py --once mxfp8         a few launches, for a profiler ("norm": compress_norm)
 
-It measures as bench_store_load_gpu.py does. Before anything is timed, its bytes are compared with the torch backend's.
+How it measures: see measuring.py. Before anything is timed, its bytes are compared with the torch backend's.
 """
 
 from __future__ import annotations
@@ -21,17 +21,26 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from bench_store_load_gpu import copy_ceiling, empty_kernel, environment, repeated, replayed
+from measuring import (
+    DEVICE,
+    SAMPLES,
+    against_copy,
+    copy_ceiling,
+    empty_kernel,
+    environment,
+    launched,
+    repeated,
+    replayed,
+    sets_needed,
+)
 
 import mxkv
-from mxkv import compression_checks, devices
+from mxkv import compression_checks
 from mxkv.backends.triton_gpu import compression
 from mxkv.backends.triton_gpu.config import CompressConfig
 from mxkv.contracts import Packed
 
-DEVICE = "cuda"
 DIM, RING_DIM, CAPACITY, BLOCK_SIZE, MAX_POSITION, EPS = 512, 1024, 8, 64, 1 << 16, 1e-6
-MIB = 1 << 20
 CONFIGS = tuple(CompressConfig(tokens, registers) for registers in (255, 64) for tokens in (1, 2, 4, 8))
 
 
@@ -215,10 +224,8 @@ def is_right(shape: Shape, run: Callable[[Buffers], None]) -> bool:
 
 def sets_for(shape: Shape) -> list[Buffers]:
     """Sets of buffers that together are larger than twice the L2."""
-    l2 = max(devices.describe(torch.device(DEVICE, torch.cuda.current_device())).l2_bytes, 60 * MIB)
     first = make(shape)
-    count = min(64, max(2, -(-2 * l2 // first.nbytes) + 1))
-    return [first, *(make(shape, seed) for seed in range(1, count))]
+    return [first, *(make(shape, seed) for seed in range(1, sets_needed(first.nbytes)))]
 
 
 @triton.jit
@@ -246,16 +253,7 @@ def measure(shape: Shape, ceiling: float) -> dict[str, Any]:
     right = shape.two or is_right(shape, Buffers.run)
     sets = sets_for(shape)
     us, samples = replayed(repeated([b.run for b in sets]))
-    samples.sort()
-    fraction = shape.nbytes / (us * 1e-6) / ceiling
-    met = [fraction >= shape.wanted_fraction] if shape.wanted_fraction is not None else []
-    met += [us <= shape.wanted_us] if shape.wanted_us is not None else []
-    result = {
-        "name": shape.name, "us": us, "p20": samples[len(samples) // 5], "p80": samples[-len(samples) // 5],
-        "bytes": shape.nbytes, "floor_us": shape.nbytes / ceiling * 1e6, "fraction_of_copy": fraction,
-        "bytes_equal_oracle": right, "sets": len(sets), "wanted_fraction": shape.wanted_fraction,
-        "wanted_us": shape.wanted_us, "met": all(met) if met else None,
-    }  # fmt: skip
+    result = against_copy(shape, us, samples, ceiling) | {"bytes_equal_oracle": right, "sets": len(sets)}
     if shape.format is None and shape.ratio == 2 and not shape.first % 2 and not shape.save:
         result["baseline_us"], _ = replayed(repeated([functools.partial(run_baseline, b) for b in sets]))
     return result
@@ -341,10 +339,7 @@ def check() -> int:
 
 def once(name: str) -> None:
     """A few launches, for a profiler to look at."""
-    for buffers in sets_for(Shape(16, 16384, None if name == "norm" else name))[:2]:
-        buffers.run()
-        buffers.run()
-    torch.cuda.synchronize()
+    launched(sets_for(Shape(16, 16384, None if name == "norm" else name))[:2])
 
 
 def main() -> int:
@@ -364,7 +359,7 @@ def main() -> int:
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     ceiling = copy_ceiling()
-    where = environment(ceiling)
+    where = environment(ceiling, dim=DIM, block_size=BLOCK_SIZE, samples=SAMPLES)
     print(f"copy {ceiling / 1e12:.3f} TB/s", flush=True)
     swept = sweep(ceiling, arguments.match) if arguments.sweep else []
     shapes = []

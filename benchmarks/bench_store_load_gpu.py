@@ -4,42 +4,45 @@
     python benchmarks/bench_store_load_gpu.py --out DIR --sweep    also tries launch configurations
     python benchmarks/bench_store_load_gpu.py --once mxfp4         a few launches, for a profiler
 
-How it measures: calls over several sets of buffers, together larger than twice the L2, are captured in one CUDA graph;
-a sample is a replay's time over its calls; the median of the samples is reported. Copies are timed in the same way.
-Before anything is timed, its bytes are compared with the torch backend's.
+How it measures: see measuring.py. Before anything is timed, its bytes are compared with the torch backend's.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import json
-import multiprocessing
-import platform
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from measuring import (
+    DEVICE,
+    SAMPLES,
+    against_copy,
+    copy_ceiling,
+    empty_kernel,
+    environment,
+    in_processes,
+    launched,
+    repeated,
+    replayed,
+    sets_needed,
+)
 
 import mxkv
-from mxkv import checks, devices
+from mxkv import checks
 from mxkv.backends.triton_gpu import latents
 from mxkv.backends.triton_gpu.config import LaunchConfig
 
-DEVICE = "cuda"
 DIM, BLOCK_SIZE, MAX_POSITION, ROPE_DIM = 512, 64, 8192, 64
-SAMPLES, WARM_REPLAYS = 25, 3
 HOST_ROUNDS, HOST_CALLS = 30, 100
-MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,61 +196,10 @@ def is_right(shape: Shape, run: Callable[[Buffers], None]) -> bool:
     return torch.equal(have, buffers.outcome())
 
 
-def captured(calls: Sequence[Callable[[], None]], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """All calls in one graph."""
-    for call in calls:  # compiles, outside of the capture
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    return graph
-
-
-def replayed(
-    calls: Sequence[Callable[[], None]], samples: int = SAMPLES, replays: int = 1
-) -> tuple[float, list[float]]:
-    """Microseconds a call: the median over samples of ``replays`` replays of a graph of all calls, and every sample."""
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    times = []
-    with torch.cuda.stream(stream):
-        graph = captured(calls, stream)
-        for i in range(samples + WARM_REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(replays):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            if i >= WARM_REPLAYS:
-                times.append(begin.elapsed_time(end) * 1e3 / len(calls) / replays)
-    torch.cuda.synchronize()
-    return statistics.median(times), times
-
-
 def sets_for(shape: Shape) -> list[Buffers]:
     """Sets of buffers that together are larger than twice the L2."""
-    l2 = max(devices.describe(torch.device(DEVICE, torch.cuda.current_device())).l2_bytes, 60 * MIB)
     first = make(shape)
-    count = min(64, max(2, -(-2 * l2 // first.nbytes) + 1))
-    return [first, *(make(shape, seed) for seed in range(1, count))]
-
-
-def repeated(calls: Sequence[Callable[[], None]], at_least: int = 8) -> list[Callable[[], None]]:
-    return list(calls) * -(-at_least // len(calls))
-
-
-def copy_ceiling() -> float:
-    """Bytes a second (read and written) of a large device-to-device copy."""
-    best = 0.0
-    for size in (256 * MIB, GIB, 2 * GIB):
-        source = torch.randint(0, 255, (2, size), dtype=torch.uint8, device=DEVICE)
-        target = torch.empty_like(source)
-        pairs = [functools.partial(target[i].copy_, source[i]) for i in range(2)]
-        us, _ = replayed(repeated(pairs, 4))
-        best = max(best, 2 * size / us * 1e6)
-    return best
+    return [first, *(make(shape, seed) for seed in range(1, sets_needed(first.nbytes)))]
 
 
 @triton.jit
@@ -280,26 +232,12 @@ def run_baseline(buffers: Buffers) -> None:
     baseline_kernel[(buffers.shape.tokens,)](buffers.cache, buffers.rows, buffers.slots, DIM, num_warps=4)
 
 
-@triton.jit
-def empty_kernel(pointer):
-    return
-
-
 def measure(shape: Shape, ceiling: float) -> dict[str, Any]:
     right = is_right(shape, Buffers.run)
     sets = sets_for(shape)
     us, samples = replayed(repeated([b.run for b in sets]))
-    fraction = shape.nbytes / (us * 1e-6) / ceiling
-    samples.sort()
-    result = {
-        "name": shape.name, "us": us, "p20": samples[len(samples) // 5], "p80": samples[-len(samples) // 5],
-        "bytes": shape.nbytes, "floor_us": shape.nbytes / ceiling * 1e6, "fraction_of_copy": fraction,
-        "bytes_equal_oracle": right, "sets": len(sets), "dtype": str(shape.dtype),
-        "wanted_fraction": shape.wanted_fraction, "wanted_us": shape.wanted_us,
-    }  # fmt: skip
-    met = [fraction >= shape.wanted_fraction] if shape.wanted_fraction is not None else []
-    met += [us <= shape.wanted_us] if shape.wanted_us is not None else []
-    result["met"] = all(met) if met else None
+    result = against_copy(shape, us, samples, ceiling)
+    result |= {"bytes_equal_oracle": right, "sets": len(sets), "dtype": str(shape.dtype)}
     if shape.operation == "store" and shape.format == "mxfp4" and shape.dtype == torch.bfloat16:
         base, _ = replayed(repeated([functools.partial(run_baseline, b) for b in sets]))
         result |= {"baseline_us": base, "times_faster": base / us}
@@ -371,9 +309,7 @@ def sweep(ceiling: float, workers: int, budget_s: float) -> list[dict[str, Any]]
     """Every configuration of every shape: its median, if its bytes are right."""
     kinds = {(s.operation, s.format): s for s in SWEEP}
     jobs = [(shape, config) for shape in kinds.values() for config in CONFIGS]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        right = dict(zip(((s.operation, s.format, c) for s, c in jobs), pool.map(try_config, jobs), strict=True))
+    right = {(s.operation, s.format, c): found for (s, c), found in in_processes(workers, try_config, jobs)}
     deadline = time.monotonic() + budget_s
     results = []
     for shape in SWEEP:
@@ -400,18 +336,6 @@ def sweep(ceiling: float, workers: int, budget_s: float) -> list[dict[str, Any]]
             }
         )  # fmt: skip
     return results
-
-
-def environment(ceiling: float) -> dict[str, Any]:
-    device = devices.describe(torch.device(DEVICE, torch.cuda.current_device()))
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return {
-        "device": device.name, "target": devices.target_of(device.device).name, "compute_units": device.compute_units,
-        "l2_bytes": device.l2_bytes, "torch": torch.__version__, "triton": triton.__version__,
-        DEVICE: torch.version.cuda, "python": platform.python_version(), "mxkv": mxkv.__version__,
-        "revision": revision.stdout.strip() or None, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(),
-        "copy_tb_per_s": ceiling / 1e12, "dim": DIM, "block_size": BLOCK_SIZE, "samples": SAMPLES,
-    }  # fmt: skip
 
 
 def table(environment: dict[str, Any], shapes: list[dict[str, Any]], small: dict[str, Any]) -> str:
@@ -450,11 +374,7 @@ def table(environment: dict[str, Any], shapes: list[dict[str, Any]], small: dict
 
 def once(name: str, operation: str, tokens: int, rope: bool) -> None:
     """A few launches of one shape, for a profiler to look at."""
-    shape = Shape(operation, name, tokens, rope=rope)
-    for buffers in sets_for(shape)[:2]:
-        buffers.run()
-        buffers.run()
-    torch.cuda.synchronize()
+    launched(sets_for(Shape(operation, name, tokens, rope=rope))[:2])
 
 
 def main() -> None:
@@ -477,7 +397,7 @@ def main() -> None:
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     ceiling = copy_ceiling()
-    where = environment(ceiling)
+    where = environment(ceiling, dim=DIM, block_size=BLOCK_SIZE, samples=SAMPLES)
     print(f"copy {ceiling / 1e12:.3f} TB/s", flush=True)
     if arguments.sweep:
         results = sweep(ceiling, arguments.workers, arguments.sweep_seconds)

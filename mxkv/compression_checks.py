@@ -77,8 +77,10 @@ def save_ring_spec(rows: torch.Tensor, slots: torch.Tensor, state_cache: torch.T
     return SaveRingSpec(rows.device, layout)
 
 
-def ring_layout_of(state_cache: torch.Tensor | None) -> PageLayout:
-    """Where the rows of rings stand; rings of 8 rows, one after another, if None."""
+def ring_layout_of(state_cache: torch.Tensor | None, compress_ratio: int = 2) -> PageLayout:
+    """Where the rows of rings stand; rings of 8 rows, one after another, if None. At ratio 1 there are none."""
+    if compress_ratio == 1:
+        return _NO_RING
     if state_cache is None:
         state_cache = torch.empty((1024, 8, RING_DIM), dtype=torch.float32, device="meta")
     return _ring_layout(state_cache)

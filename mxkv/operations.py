@@ -381,11 +381,12 @@ def spec(
     where = dispatch.resolve_device(device)
     if operation in ("compress_norm", "compress_store"):
         fields = {"compress_ratio": 2, **fields}
+    rings = ring_layout_of(state_cache, fields.get("compress_ratio", 2))
     if operation in ("compress_norm", "save_ring_rows"):
-        made: contracts.Spec = specs[operation](where, layout=ring_layout_of(state_cache), **fields)
+        made: contracts.Spec = specs[operation](where, layout=rings, **fields)
         return made
     if operation == "compress_store":
-        fields["ring_layout"] = ring_layout_of(state_cache)
+        fields["ring_layout"] = rings
     fmt = get_format("mxfp4" if format is None else cast(Any, format))
     if cache is not None:
         fields["layout"] = layout_of(cache, fmt, latent_dim)

@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 
 import mxkv
 from mxkv import contracts, dispatch, numerics, settings
-from mxkv.backends.torch_eager import latents
+from mxkv.backends.torch_eager import attention, compression, latents
 from mxkv.backends.torch_eager.backend import BACKEND as TORCH
-from mxkv.cli import demo, info, make_app, output, vectors, verify
+from mxkv.cli import calls, demo, info, make_app, output, vectors, verify
 
 CPU = torch.device("cpu")
 MXFP4 = mxkv.FORMATS["mxfp4"]
@@ -36,14 +36,15 @@ def run(fresh_settings: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 class Deviant:
-    """The operations of the torch backend, spoilt afterwards."""
+    """The operations of the torch backend, spoilt afterwards: ``after`` gets what the others than these two wrote."""
 
     def __init__(
         self,
         after_store: Callable[[contracts.StoreSpec, torch.Tensor], None] = lambda spec, cache: None,
         after_load: Callable[[torch.Tensor], None] = lambda out: None,
+        after: Callable[[str, torch.Tensor], None] = lambda operation, written: None,
     ) -> None:
-        self.after_store, self.after_load = after_store, after_load
+        self.after_store, self.after_load, self.after = after_store, after_load, after
 
     def store(self, spec: contracts.StoreSpec, cache: torch.Tensor, *rest: Any) -> None:
         latents.store(spec, cache, *rest)
@@ -54,6 +55,24 @@ class Deviant:
     ) -> None:
         latents.load(spec, cache, slots, out, scale)
         self.after_load(out)
+
+    def attend(self, spec: contracts.AttendSpec, q: Any, cache: Any, out: torch.Tensor, *rest: Any) -> None:
+        attention.attend(spec, q, cache, out, *rest)
+        self.after("attend", out)
+
+    def compress_norm(self, spec: contracts.CompressSpec, packed: contracts.Packed, out: torch.Tensor) -> None:
+        compression.compress_norm(spec, packed, out)
+        self.after("compress_norm", out if packed.ring is None or spec.previous else packed.ring)
+
+    def compress_store(
+        self, spec: contracts.CompressStoreSpec, packed: contracts.Packed, cache: torch.Tensor, *rest: Any
+    ) -> None:
+        compression.compress_store(spec, packed, cache, *rest)
+        self.after("compress_store", cache)
+
+    def save_ring_rows(self, spec: contracts.SaveRingSpec, rows: Any, slots: Any, ring: torch.Tensor) -> None:
+        compression.save_ring_rows(spec, rows, slots, ring)
+        self.after("save_ring_rows", ring)
 
 
 @contextlib.contextmanager
@@ -95,7 +114,8 @@ def test_info_json_says_who_runs_what(run: Callable[..., Result]) -> None:
     assert found["devices"][0]["target"]["name"] == "cpu"
     assert {backend["name"] for backend in found["backends"]} == {backend.name for backend in dispatch.backends()}
     on_cpu = {(row["format"], row["operation"]): row for row in found["support"] if row["device"] == "cpu"}
-    assert set(on_cpu) == {(name, operation) for name in mxkv.FORMATS for operation in ("store", "load")}
+    of_each = {(name, op) for name in mxkv.FORMATS for op in ("store", "load", "attend", "compress_store")}
+    assert set(on_cpu) == of_each | {("bf16", "compress_norm"), ("bf16", "save_ring_rows")}
     for (name, operation), row in on_cpu.items():
         dim = mxkv.FORMATS[name].only_dim or 512
         assert row["chosen"] == mxkv.explain(operation, format=name, latent_dim=dim).chosen
@@ -170,12 +190,15 @@ def test_verify_compares_every_kind_of_call() -> None:
         outcomes = verify.compare("deviant", CPU, mxkv.FORMATS.values())
     assert [outcome.format for outcome in outcomes] == list(mxkv.FORMATS)
     for outcome in outcomes:
-        calls = list(vectors.cases(mxkv.FORMATS[outcome.format]))
-        assert (outcome.stores, outcome.loads, outcome.failures) == (len(calls), 3 * len(calls), [])
-        assert {case.dtype for case in calls} == set(vectors.DTYPES.values())
-        assert {case.nonfinite for case in calls} == {"propagate", "sanitize"}
-        assert {case.compress_ratio for case in calls} == {0, 1, 2}
-        assert {case.seed % 4 for case in calls} == {0, 1, 2, 3}
+        cases = list(vectors.cases(mxkv.FORMATS[outcome.format]))
+        assert outcome.failures == []
+        assert {case.dtype for case in cases} == set(vectors.DTYPES.values())
+        assert {case.nonfinite for case in cases} == {"propagate", "sanitize"}
+        assert {case.compress_ratio for case in cases} == {0, 1, 2}
+        assert {case.seed % 4 for case in cases} == {0, 1, 2, 3}
+        others = {"attend": 3 * len(vectors.dims_of(mxkv.FORMATS[outcome.format])), "compress_store": 3}
+        others |= {"compress_norm": 3, "save_ring_rows": 2} if outcome.format == "bf16" else {}
+        assert outcome.right == {"store": len(cases), "load": 3 * len(cases)} | others
 
 
 def flip_a_bit(spec: contracts.StoreSpec, cache: torch.Tensor) -> None:
@@ -196,7 +219,7 @@ def test_verify_notices_one_wrong_byte(spoil: Callable[[contracts.StoreSpec, tor
     with registered(Deviant(after_store=spoil)):
         for format in (MXFP4, mxkv.FORMATS["bf16"]):
             outcome = compared(format)
-            assert outcome.stores == 0
+            assert outcome.right["store"] == 0
             assert outcome.word == "MISMATCH"
             assert "1 of " in outcome.failures[0]
             assert "differ, first at" in outcome.failures[0]
@@ -206,7 +229,20 @@ def test_verify_notices_the_sign_of_zero() -> None:
     with registered(Deviant(after_load=lambda out: out.masked_fill_((out == 0) & out.signbit(), 0.0))):
         outcome = compared()
     assert outcome.failures
-    assert outcome.stores == len(list(vectors.cases(MXFP4)))
+    assert outcome.right["store"] == len(list(vectors.cases(MXFP4)))
+
+
+@pytest.mark.parametrize("operation", calls.OPERATIONS)
+def test_verify_notices_what_is_wrong_with_the_others(operation: str) -> None:
+    def spoil(name: str, written: torch.Tensor) -> None:
+        if name == operation:
+            written.view(torch.uint8)[(0,) * (written.dim() - 1) + (1,)] ^= 0x40  # the exponent, if it is a bf16's
+
+    with registered(Deviant(after=spoil)):
+        outcome = compared(mxkv.FORMATS["bf16"])
+    assert outcome.word == "MISMATCH"
+    assert all(line.startswith(operation) for line in outcome.failures)
+    assert [name for name, count in outcome.right.items() if not count] == [operation]
 
 
 def test_verify_takes_every_nan_as_the_same() -> None:
@@ -228,7 +264,7 @@ def test_verify_exits_with_1_on_a_mismatch_and_says_where(run: Callable[..., Res
     found = json.loads(data.stdout)
     assert not found["ok"]
     assert found["oracle"] == {"nvfp4": {"ok": True, "deviations": []}}
-    assert [(outcome["format"], outcome["stores"]) for outcome in found["backends"]] == [("nvfp4", 0)]
+    assert [(outcome["format"], outcome["right"]["store"]) for outcome in found["backends"]] == [("nvfp4", 0)]
 
 
 def test_verify_takes_an_exception_as_a_mismatch(run: Callable[..., Result]) -> None:
@@ -254,13 +290,13 @@ def test_verify_notes_the_calls_that_a_backend_does_not_take() -> None:
     no = contracts.Verdict(("only bf16 rows",))
 
     def takes(spec: contracts.Spec) -> contracts.Verdict:
-        dtype = spec.latent_dtype if isinstance(spec, contracts.StoreSpec) else spec.out_dtype
+        dtype = getattr(spec, "latent_dtype", getattr(spec, "out_dtype", None))
         return contracts.YES if dtype == torch.bfloat16 else no
 
     with registered(Deviant(), supports=takes):
         outcome = compared()
-    calls = list(vectors.cases(MXFP4))
-    assert (outcome.stores, outcome.loads) == (len(calls) // 3, len(calls))
+    cases = list(vectors.cases(MXFP4))
+    assert outcome.right == {"store": len(cases) // 3, "load": len(cases)}
     assert outcome.refusals == ["only bf16 rows"]
 
 

@@ -180,6 +180,17 @@ def test_tokens_of_no_request(ops: Ops) -> None:
     assert torch.equal(ring.view(-1, RING_DIM)[11], call.state_cache.view(-1, RING_DIM)[11])
 
 
+def test_the_row_that_is_read_and_tokens_of_no_request(ops: Ops) -> None:
+    """Of a chunk whose last token takes the row that its first one reads, either may be skipped."""
+    call = packed([(1, 6), (1, 6)], 3)
+    call.token_to_request[[0, 11]] = torch.tensor([1, 2])
+    have, ring, before = run(ops, call)
+    assert (have != before).any(1).nonzero().flatten().tolist() == [2, 4, 6, 8, 10]
+    _, state = expected(call)
+    state[1, 0] = call.state_cache[1, 0]
+    assert torch.equal(ring, state)
+
+
 @pytest.mark.parametrize("starts", [[0], [0, 0, 0]])
 def test_nothing_to_do(ops: Ops, starts: list[int]) -> None:
     call = packed([(0, 3)], 2)

@@ -34,10 +34,11 @@ Compression = CompressSpec | CompressStoreSpec | SaveRingSpec
 
 
 def tunable(spec: Compression) -> Tunable:
-    """The chunk sizes of one kind of call."""
+    """The chunk sizes of one kind of call: one, where rows are only copied."""
+    chunks = tuple(ChunkConfig(1 << bits) for bits in range(16, 26))
     return Tunable(
         ChunkConfig,
-        tuple(ChunkConfig(1 << bits) for bits in range(16, 26)),
+        (_default(spec),) if isinstance(spec, SaveRingSpec) else chunks,
         lambda tokens: _default(spec),
         target=devices.target_of(spec.device).name,
         source=source_hash(f"{__name__}:{spec.operation}", within=(__package__, numerics.__name__)),

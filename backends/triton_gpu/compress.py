@@ -379,8 +379,10 @@ def _take_token(
     begin = tl.minimum(begin, token)
     first_slot = tl.load(slots.ptr + begin * slots.stride)
     first_position = tl.load(positions.ptr + begin * positions.stride)
+    first_request = tl.load(requests.of_token + begin * requests.of_token_stride)
     # The slot of the ring row that the chunk's first token reads; -1 if it reads none.
     reads = (first_position > 0) & (first_position % 2 == 1) & (first_slot >= 0) & (first_slot < ring.slots)
+    reads = reads & (first_request == request)
     kept = first_slot // TASK.capacity * TASK.capacity + (first_position - 1) % TASK.capacity
     kept = tl.where(reads, kept, -1)
     row = _row(rows.ptr + token * rows.stride, TASK)
@@ -405,7 +407,8 @@ def _take_token(
             _save_row(row, slot, ring, TASK)
         last = begin + (end - begin) // TASK.capacity * TASK.capacity - 1
         if inside & reads & (token == begin) & (last >= begin):
-            if tl.load(slots.ptr + last * slots.stride) == kept:
+            last_request = tl.load(requests.of_token + last * requests.of_token_stride)
+            if (tl.load(slots.ptr + last * slots.stride) == kept) & (last_request == request):
                 tl.debug_barrier()  # every thread has read what was there
                 _save_row(_row(rows.ptr + last * rows.stride, TASK), kept, ring, TASK)
 

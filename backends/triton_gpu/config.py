@@ -207,6 +207,7 @@ def compress_default(spec: Compression, target: Target, tokens: int, compute_uni
 
 
 def compress_configurations(spec: Compression) -> tuple[CompressConfig, ...]:
-    """Every configuration that is worth trying, the default ones among them."""
-    limits = (255,) if isinstance(spec, SaveRingSpec) else (255, 64)
-    return tuple(CompressConfig(tokens, registers) for registers in limits for tokens in (1, 2, 4, 8))
+    """Every configuration that is worth trying, the default ones among them: one, where rows are only copied."""
+    if isinstance(spec, SaveRingSpec):
+        return (CompressConfig(1),)
+    return tuple(CompressConfig(tokens, registers) for registers in (255, 64) for tokens in (1, 2, 4, 8))

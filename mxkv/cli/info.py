@@ -14,7 +14,9 @@ import mxkv
 from mxkv import devices, dispatch, settings
 from mxkv.cli import output
 
-_OPERATIONS = ("store", "load")
+_OPERATIONS = ("store", "load", "attend", "compress_store")
+_OF_ROWS = ("compress_norm", "save_ring_rows")  # they know no formats: listed under that of their specs
+_ROWS = "bf16"
 
 
 def info(json: output.JsonOption = False) -> None:
@@ -55,7 +57,7 @@ def collect() -> dict[str, Any]:
             _support(device, format, operation)
             for device in here
             for format in mxkv.FORMATS.values()
-            for operation in _OPERATIONS
+            for operation in (*_OPERATIONS, *(_OF_ROWS if format.name == _ROWS else ()))
         ],
     }
 
@@ -121,11 +123,12 @@ def _print(found: dict[str, Any]) -> None:
     for device in found["devices"]:
         rows = [row for row in found["support"] if row["device"] == device["device"]]
         chosen = {(row["format"], row["operation"]): row["chosen"] or "no backend" for row in rows}
+        operations = (*_OPERATIONS, *_OF_ROWS)
         screen.print(
             output.table(
                 f"Who runs what on {device['device']}",
-                ["format", *_OPERATIONS],
-                ([name, *(chosen[name, operation] for operation in _OPERATIONS)] for name in mxkv.FORMATS),
+                ["format", *operations],
+                ([name, *(chosen.get((name, operation), "") for operation in operations)] for name in mxkv.FORMATS),
             )
         )
         for line in _refusals(rows):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable
+from typing import Annotated
 
 import torch
 import typer
 
 import mxkv
 from mxkv import dispatch
-from mxkv.cli import output, vectors
+from mxkv.cli import calls, output, vectors
 
 ORACLE = "torch"
+OPERATIONS = ("store", "load", *calls.OPERATIONS)
 _CPU = torch.device("cpu")
 _MOST_SHOWN = 3
 
@@ -26,8 +27,7 @@ class Outcome:
         device: The device.
         backend: The backend's name.
         format: The format's name.
-        stores: Stores whose every byte is right, guard bytes included.
-        loads: Loads whose every value is right.
+        right: How many calls of each operation that it ran gave what is expected, guard bytes included.
         failures: One line for each call that went wrong.
         refusals: Why calls were not run, each reason once.
     """
@@ -35,8 +35,7 @@ class Outcome:
     device: str
     backend: str
     format: str
-    stores: int = 0
-    loads: int = 0
+    right: dict[str, int] = dataclasses.field(default_factory=dict)
     failures: list[str] = dataclasses.field(default_factory=list)
     refusals: list[str] = dataclasses.field(default_factory=list)
 
@@ -44,7 +43,7 @@ class Outcome:
     def word(self) -> str:
         if self.failures:
             return "MISMATCH"
-        return "ok" if self.stores or self.loads else "not run"
+        return "ok" if any(self.right.values()) else "not run"
 
 
 def verify(
@@ -53,7 +52,9 @@ def verify(
     format: Annotated[str | None, typer.Option("--format", help="Only this format.")] = None,
     json: output.JsonOption = False,
 ) -> None:
-    """Compare every backend that runs here with the oracle, byte for byte, and the oracle with pinned digests.
+    """Compare every backend that runs here with the oracle, and the oracle with pinned digests.
+
+    All bytes must be equal; the values of an attention as close as its error budget says.
 
     Exits with 1 if anything differs, or if nothing could be compared.
     """
@@ -69,7 +70,7 @@ def verify(
         for outcome in compare(candidate.name, where, formats)
     ]
     oracle_only = wanted == ORACLE and devices == [_CPU]
-    ran = sum(outcome.stores + outcome.loads + len(outcome.failures) for outcome in outcomes)
+    ran = sum(sum(outcome.right.values()) + len(outcome.failures) for outcome in outcomes)
     nothing = wanted is not None and not oracle_only and not ran
     ok = not any(deviations.values()) and not any(outcome.failures for outcome in outcomes) and not nothing
     if json:
@@ -112,43 +113,61 @@ def compare_format(backend: str, device: torch.device, format: mxkv.Format) -> O
     for case in vectors.cases(format):
         expected = case.store(ORACLE, _CPU)
         if _can(outcome, "store", case, case.dtype):
-            outcome.stores += _check(outcome, f"store of {case}", expected, lambda: case.store(backend, device))  # noqa: B023
+            what = f"store of {case}"
+            _check(outcome, "store", what, lambda: _difference(case.store(backend, device), expected))  # noqa: B023
         for dtype in vectors.DTYPES.values():
             if _can(outcome, "load", case, dtype):
-                rows = case.load(expected, dtype, ORACLE, _CPU)
-                what = f"load as {dtype} after {case}"
-                outcome.loads += _check(outcome, what, rows, lambda: case.load(expected, dtype, backend, device))  # noqa: B023
+                rows, what = case.load(expected, dtype, ORACLE, _CPU), f"load as {dtype} after {case}"
+                _check(
+                    outcome,
+                    "load",
+                    what,
+                    lambda: _difference(case.load(expected, dtype, backend, device), rows),  # noqa: B023
+                )
+    for call in calls.calls(format):
+        spec = dataclasses.replace(call.spec, device=device)
+        if _is_taken(outcome, dispatch.verdict(dispatch.get_backend(backend), spec)):
+            _check(outcome, spec.operation, str(call), lambda: call.difference(backend, device))  # noqa: B023
     return outcome
 
 
 def _can(outcome: Outcome, operation: str, case: vectors.Case, dtype: torch.dtype) -> bool:
-    """Whether the backend says that it runs a call; its reasons are noted if not."""
+    """Whether the backend says that it runs a store or a load."""
     found = mxkv.explain(
         operation, device=outcome.device, format=case.format, latent_dim=case.latent_dim, dtype=dtype,
     ).verdicts[outcome.backend]  # fmt: skip
-    for reason in found.reasons:
+    return _is_taken(outcome, found)
+
+
+def _is_taken(outcome: Outcome, verdict: mxkv.Verdict) -> bool:
+    """Whether a verdict is favourable; its reasons are noted if not."""
+    for reason in verdict.reasons:
         if reason not in outcome.refusals:
             outcome.refusals.append(reason)
-    return found.ok
+    return verdict.ok
 
 
-def _check(outcome: Outcome, what: str, expected: torch.Tensor, run: Any) -> bool:
-    """Whether a call gives what is expected. What went wrong is noted; an exception is an outcome like any other."""
+def _check(outcome: Outcome, operation: str, what: str, difference: Callable[[], str]) -> None:
+    """Note whether a call gives what is expected, or what went wrong; an exception is an outcome like any other."""
     try:
-        got = run()
+        found = difference()
     except Exception as error:
-        outcome.failures.append(f"{what}: {type(error).__name__}: {error}")
-        return False
+        found = f"{type(error).__name__}: {error}"
+    if found:
+        outcome.failures.append(f"{what}: {found}")
+    outcome.right[operation] = outcome.right.get(operation, 0) + (not found)
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> str:
     if torch.equal(got, expected):
-        return True
+        return ""
     different = (got != expected).flatten().nonzero().flatten()
     first = int(different[0])
     mask = (1 << 8 * expected.element_size()) - 1
-    outcome.failures.append(
-        f"{what}: {len(different)} of {expected.numel()} differ, first at {first}: "
+    return (
+        f"{len(different)} of {expected.numel()} differ, first at {first}: "
         f"expected {int(expected.flatten()[first]) & mask:#x}, got {int(got.flatten()[first]) & mask:#x}"
     )
-    return False
 
 
 def _print(deviations: dict[str, list[str]], outcomes: list[Outcome]) -> None:
@@ -166,9 +185,12 @@ def _print(deviations: dict[str, list[str]], outcomes: list[Outcome]) -> None:
     if not outcomes:
         screen.print("No other backend was asked for or is registered.")
         return
-    columns = ["device", "backend", "format", "stores equal", "loads equal", "differ", "result"]
-    rows = [(o.device, o.backend, o.format, o.stores, o.loads, len(o.failures), o.word) for o in outcomes]
-    screen.print(output.table("Backends against the oracle", columns, rows, right=columns[3:6]))
+    columns = ["device", "backend", "format", *OPERATIONS, "differ", "result"]
+    rows = [
+        (o.device, o.backend, o.format, *(o.right.get(name, "") for name in OPERATIONS), len(o.failures), o.word)
+        for o in outcomes
+    ]
+    screen.print(output.table("Backends against the oracle: calls that are right", columns, rows, right=columns[3:-1]))
     for outcome in outcomes:
         where = f"  {outcome.backend} on {outcome.device}, {outcome.format}:"
         for reason in outcome.refusals:
