@@ -76,8 +76,9 @@ def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, interpr
         return KVConfig(16, 4)
     if interpreted:
         return KVConfig(128, 1)
-    threads = 8 if not spec.format.normed else 2 if target.vendor == "amd" else 1
-    threads = max(threads, hadamard_block(spec.head_dim) // 128)
+    if not spec.format.normed:
+        return KVConfig(target.warp_size // 2, 1, 8)
+    threads = max(2 if target.vendor == "amd" else 1, hadamard_block(spec.head_dim) // 128)
     return KVConfig(max(4, target.warp_size // threads), 1, threads)
 
 

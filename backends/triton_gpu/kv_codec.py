@@ -226,6 +226,13 @@ def vector(task, bits):
 
 
 @triton.constexpr_function
+def stored_together(task, bits):
+    """How many words of a thread are stored at once: all, as far as a power of two goes, so that accesses coalesce."""
+    count = task.span * bits // 8 // word_bytes(task, bits)
+    return count & -count
+
+
+@triton.constexpr_function
 def tile_start(task, index):
     """The first element of a tile (of its first part)."""
     return index // task.block_tiles * task.block + index % task.block_tiles * task.width
@@ -594,10 +601,9 @@ def _span_words(task, bits):
 
 
 @triton.jit
-def _words_at(codes, FIRST: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr):
-    """Pointers to an access's words [ROWS, parts, n]."""
+def _words_at(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr):
+    """Pointers to some words [ROWS, parts, COUNT]."""
     SIZE: tl.constexpr = word_bytes(TASK, BITS)
-    COUNT: tl.constexpr = vector(TASK, BITS)
     PARTS: tl.constexpr = TASK.parts
     SPAN: tl.constexpr = _span_words(TASK, BITS)
     START: tl.constexpr = FIRST // SPAN * SPAN * PARTS + FIRST % SPAN
@@ -609,11 +615,11 @@ def _words_at(codes, FIRST: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr
 @triton.jit
 def store_codes(codes, runs, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     """Write rows' codes, given as runs of eight; runs of four (int32) where they have 8 bits."""
-    COUNT: tl.constexpr = vector(TASK, BITS)
+    COUNT: tl.constexpr = stored_together(TASK, BITS)
     words = _words_of(runs, BITS, TASK)
     for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
         tile = _gathered(words, i * COUNT, COUNT)
-        pointer = _words_at(codes, i * COUNT, BITS, TASK)
+        pointer = _words_at(codes, i * COUNT, COUNT, BITS, TASK)
         tl.store(pointer, tile, mask=exists[:, None, None])
 
 
@@ -655,7 +661,7 @@ def load_codes(codes, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     RUNS: tl.constexpr = TASK.octets
     words = ()
     for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
-        tile = tl.load(_words_at(codes, i * COUNT, BITS, TASK), mask=exists[:, None, None], other=0).to(tl.int32)
+        tile = tl.load(_words_at(codes, i * COUNT, COUNT, BITS, TASK), mask=exists[:, None, None], other=0).to(tl.int32)
         words = words + _scattered(tile, COUNT)
     runs = ()
     if word_bytes(TASK, BITS) == 4:
