@@ -56,8 +56,8 @@ def demo(
         raise output.fail(f"cannot take the demo's text: {error}", 2) from None
     try:
         found = [measure(format, rows.to(where), forced) for format in mxkv.FORMATS.values()]
-        stacked = [torch.stack(each).to(where) for each in zip(*_whole(heads), strict=True)]
-        kept = [measure_heads(format, *stacked, forced) for format in mxkv.KV_FORMATS.values()]
+        stacked = _stacked(heads, where)
+        kept = [measure_heads(format, stacked, forced) for format in mxkv.KV_FORMATS.values()]
     except ValueError as error:  # a forced backend that cannot run here
         raise output.fail(str(error), 2) from None
     about = {
@@ -73,7 +73,7 @@ def demo(
         output.print_json({**about, "formats": found, "heads": kept})
     else:
         _print(about, found)
-        _print_heads(stacked[0], kept)
+        _print_heads(stacked[1], kept)
 
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -194,26 +194,26 @@ def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dic
     }
 
 
-def _whole(heads: list[Heads]) -> list[Heads]:
-    """The layers of windows that are as long as the first one."""
-    return [each for each in heads if each[0].shape[0] == heads[0][0].shape[0]]
+def _stacked(heads: list[Heads], device: torch.device) -> Heads:
+    """The layers of windows that are as long as the first one, each tensor ``[sequences, tokens, heads, head_dim]``."""
+    whole = [each for each in heads if each[0].shape[0] == heads[0][0].shape[0]]
+    query, key, value = (torch.stack(each).to(device) for each in zip(*whole, strict=True))
+    return query, key, value
 
 
-def measure_heads(
-    format: mxkv.KVFormat, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend: str | None
-) -> dict[str, Any]:
+def measure_heads(format: mxkv.KVFormat, stacked: Heads, backend: str | None) -> dict[str, Any]:
     """Store keys and values of attention heads, read them back, attend to them; say what was lost.
 
     Args:
         format: The pages' format.
-        query: ``[sequences, tokens, heads, head_dim]``; each sees the tokens up to its own.
-        key: Likewise.
-        value: Likewise.
+        stacked: Queries, keys and values, each ``[sequences, tokens, heads, head_dim]``; a query sees the tokens up to
+            its own.
         backend: The backend to force.
 
     Raises:
         ValueError: The forced backend cannot run here.
     """
+    query, key, value = stacked
     sequences, tokens, heads, dim = key.shape
     each = -(-tokens // _BLOCK_SIZE)
     cache = mxkv.empty_kv_cache(format, sequences * each, _BLOCK_SIZE, heads, dim, key.device)
