@@ -118,7 +118,8 @@ class KVCase:
             cvt = target.fp8 == "e4nv" and not self.software
             if self.operation == "store_kv":
                 wanted[r"cvt\.rn\.satfinite\.e4m3x2\.f32"] = fp8 and cvt
-                wanted[r"add\.rn\.sat\.f32"] = not (fp8 or self.tabled or self.rotated or self.software)
+                quick = not (fp8 or self.tabled or self.rotated or self.software)
+                wanted[r"add\.rn\.sat\.f32|dp4a"] = quick
             elif fp8:
                 wanted[r"cvt\.rn\.f16x2\.e4m3x2"] = cvt
             if self.operation == "attend_kv":
