@@ -409,6 +409,17 @@ def test_an_error_is_measured_as_it_is() -> None:
     assert demo.measure(MXFP4, torch.full((100, 64), 3.0), "torch")["snr_db"] is None
 
 
+@pytest.mark.parametrize("name", list(mxkv.KV_FORMATS))
+def test_the_demo_measures_attention_heads(name: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 70, 3, 32, generator=g)
+    found = demo.measure_heads(mxkv.KV_FORMATS[name], (query, key, value), "torch")
+    assert found["bytes_per_head"] == mxkv.KV_FORMATS[name].slot_bytes(32)
+    assert 0.97 < found["key_cosine"] < 1
+    assert 10 < found["value_snr_db"] < 30
+    assert found["attend_error"] < 0.35
+
+
 def test_demo_without_its_extra_says_what_to_install(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

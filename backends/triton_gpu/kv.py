@@ -34,6 +34,8 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _WIDEST_ACCESS = 16
 _MOST_DIM = 512
 _WIDEST_BLOCK = 256
+# Of a load's dims that nothing else orders, Triton 3.6 takes the first for a warp's threads, 3.9 the last.
+_LANES_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 _MOST_TOKENS = (1 << 31) - (1 << 16)
 _REDUCED_SPLITS = 16  # at a time
 _E4M3_IN_SOFTWARE = 2.0**-8  # what E4M3 keys come times
@@ -74,8 +76,9 @@ def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, interpr
         return KVConfig(16, 4)
     if interpreted:
         return KVConfig(128, 1)
-    threads = 8 if not spec.format.normed else 2 if target.vendor == "amd" else 1
-    threads = max(threads, hadamard_block(spec.head_dim) // 128)
+    if not spec.format.normed:
+        return KVConfig(target.warp_size // 2, 1, 8)
+    threads = max(2 if target.vendor == "amd" else 1, hadamard_block(spec.head_dim) // 128)
     return KVConfig(max(4, target.warp_size // threads), 1, threads)
 
 
@@ -334,6 +337,7 @@ class AttendKVLaunch:
                 block_queries=config.block_queries,
                 block_tokens=config.block_tokens,
                 halves=self.halves,
+                lanes_first=_LANES_FIRST,
             )
         return found
 

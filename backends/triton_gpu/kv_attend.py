@@ -86,6 +86,8 @@ class AttendKVTask(KVTask):
         block_queries: Rows of queries of a program.
         block_tokens: Tokens of a tile.
         halves: The centroids times a factor, as numbers that fp16 holds; empty where the call has its own.
+        lanes_first: Whether tiles of codes are [t, g, R, n], else [R, g, t, n]: as the compiler's choice of layout has
+            it, a warp's threads are along t, then g.
     """
 
     chunks: tuple[KVChunk, ...] = ()
@@ -96,6 +98,7 @@ class AttendKVTask(KVTask):
     block_queries: int = 8
     block_tokens: int = 32
     halves: tuple[float, ...] = ()
+    lanes_first: bool = True
 
     @property
     def group(self) -> int:
@@ -263,12 +266,12 @@ def _pieces(count, bits, alignment):
 
 @triton.jit
 def _load_lane(codes, lane, exists, COUNT: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
-    """A lane's codes as they stand in memory: a tuple of tiles [4, 8, R, n].
+    """A lane's codes as they stand in memory: a tuple of tiles [t, g, R, n] (or [R, g, t, n]: see the task).
 
     Args:
-        codes: Pointers to rows' codes [4 or 1, 8 or 1, R].
-        lane: Which part of the row a thread has [4, 8, 1].
-        exists: Whether the rows do [4 or 1, 8 or 1, R].
+        codes: Pointers to rows' codes, of a shape that spreads to [t, g, R].
+        lane: Which part of the row a thread has, likewise.
+        exists: Whether the rows do, likewise.
         COUNT: Codes of a lane.
         LANES: Lanes of a row.
         BITS: Of a code.
@@ -297,13 +300,13 @@ def _load_lane(codes, lane, exists, COUNT: tl.constexpr, LANES: tl.constexpr, BI
 
 @triton.jit
 def _column(x):
-    """[4, 8, R, 1] as int32 [4, 8, R]."""
+    """[t, g, R, 1] as int32 [t, g, R]."""
     return tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2]]).to(tl.int32)
 
 
 @triton.jit
 def _columns_of(x, COUNT: tl.constexpr):
-    """A tile [4, 8, R, COUNT] as a tuple of int32 [4, 8, R]."""
+    """A tile [t, g, R, COUNT] as a tuple of int32 [t, g, R]."""
     if COUNT == 1:
         return (_column(x),)
     elif COUNT == 2:
@@ -318,7 +321,7 @@ def _columns_of(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _runs(raw, lane, COUNT: tl.constexpr, BITS: tl.constexpr, ALIGN: tl.constexpr):
-    """What was loaded as runs of eight codes (four, of 8 bits; all, where a lane has fewer) in int32 [4, 8, R]."""
+    """What was loaded as runs of eight codes (four, of 8 bits; all, where a lane has fewer) in int32 [t, g, R]."""
     SIZE: tl.constexpr = _pieces(COUNT, BITS, ALIGN)[0]
     VECTOR: tl.constexpr = _pieces(COUNT, BITS, ALIGN)[1]
     LOADS: tl.constexpr = _pieces(COUNT, BITS, ALIGN)[2]
@@ -379,7 +382,7 @@ def _aligned(task, chunk, value):
 
 @triton.jit
 def _tile_of(words):
-    """Words [4, 8, R] of two halves, a power of two of them in a tuple, as one tile of words [4, 8, R, n]."""
+    """Words [t, g, R] of two halves, a power of two of them in a tuple, as one tile of words [t, g, R, n]."""
     COUNT: tl.constexpr = len(words)
     if COUNT == 1:
         return words[0][:, :, :, None]
@@ -452,9 +455,12 @@ def _keys(raw, lane, table, INDEX: tl.constexpr, TASK: tl.constexpr):
     words = ()
     for i in tl.static_range(tl.constexpr(len(runs))):
         words = words + _key_words(runs[i], table, COUNT if COUNT < 8 else 8, TASK)
-    halves = _halves(_tile_of(words), tl.float16)  # [t, g, R, words, 2]
-    halves = tl.reshape(halves, [4, 8, TOKENS // 8, SIZE // 16, 4])
-    return tl.reshape(tl.permute(halves, (2, 1, 3, 0, 4)), [TOKENS, SIZE])
+    halves = _halves(_tile_of(words), tl.float16)
+    if TASK.lanes_first:
+        halves = tl.permute(tl.reshape(halves, [4, 8, TOKENS // 8, SIZE // 16, 4]), (2, 1, 3, 0, 4))
+    else:
+        halves = tl.permute(tl.reshape(halves, [TOKENS // 8, 8, 4, SIZE // 16, 4]), (0, 1, 3, 2, 4))
+    return tl.reshape(halves, [TOKENS, SIZE])
 
 
 @triton.jit
@@ -499,9 +505,12 @@ def _values(even, odd, lane, INDEX: tl.constexpr, TASK: tl.constexpr):
     words = ()
     for i in tl.static_range(tl.constexpr(len(first))):
         words = words + _value_words(first[i], second[i], COUNT if COUNT < 8 else 8, TASK)
-    halves = _halves(_tile_of(words), tl.bfloat16)  # [t, g, R, COUNT, 2]
-    halves = tl.reshape(halves, [4, 8, TOKENS // 16, 2, COUNT, 2])
-    return tl.reshape(tl.permute(halves, (4, 1, 2, 0, 3, 5)), [SIZE, TOKENS])
+    halves = _halves(_tile_of(words), tl.bfloat16)
+    if TASK.lanes_first:
+        halves = tl.permute(tl.reshape(halves, [4, 8, TOKENS // 16, 2, COUNT, 2]), (4, 1, 2, 0, 3, 5))
+    else:
+        halves = tl.permute(tl.reshape(halves, [TOKENS // 16, 2, 8, 4, COUNT, 2]), (4, 2, 0, 3, 1, 5))
+    return tl.reshape(halves, [SIZE, TOKENS])
 
 
 @triton.jit
@@ -603,13 +612,25 @@ def _page_of(kv_cache, sequences, row, at, exists, num_blocks, block_stride, TAS
 def _tokens(kv_cache, sequences, row, at, tile, begin, end, num_blocks, block_stride, TASK: tl.constexpr):
     """Pages, places and existence of a tile's tokens ``at`` (any shape) less its first."""
     first = tile * TASK.block_tokens
-    inside = (first + at >= begin) & (first + at < end)
     if TASK.whole_tiles:
         page, known = _page_of(kv_cache, sequences, row, first, first < end, num_blocks, block_stride, TASK)
-        return page, first % TASK.block_size + at, inside & known
+        end = tl.where(known, end, 0)
+        return page, first % TASK.block_size + at, (first + at >= begin) & (first + at < end)
     else:
+        inside = (first + at >= begin) & (first + at < end)
         page, known = _page_of(kv_cache, sequences, row, first + at, inside, num_blocks, block_stride, TASK)
         return page, (first + at) % TASK.block_size, known
+
+
+@triton.jit
+def _lanes(TASK: tl.constexpr):
+    """The threads t and g, and the runs of eight tokens r, along the dims of tiles of codes."""
+    R: tl.constexpr = TASK.block_tokens // 8
+    g = tl.arange(0, 8)[None, :, None]
+    if TASK.lanes_first:
+        return tl.arange(0, 4)[:, None, None], g, tl.arange(0, R)[None, None, :]
+    else:
+        return tl.arange(0, 4)[None, None, :], g, tl.arange(0, R)[:, None, None]
 
 
 @triton.jit
@@ -627,12 +648,10 @@ def _fetch_codes(page, place, head, known, lane, INDEX: tl.constexpr, VALUE: tl.
 def _fetch(kv_cache, sequences, row, head, tile, begin, end, num_blocks, block_stride, TASK: tl.constexpr):
     """A tile as it stands in memory: keys, values (of even and of odd tokens) of each chunk; the fp16 numbers."""
     TOKENS: tl.constexpr = TASK.block_tokens
-    t = tl.arange(0, 4)[:, None, None]
-    g = tl.arange(0, 8)[None, :, None]
-    r = tl.arange(0, TOKENS // 8)[None, None, :]
+    t, g, r = _lanes(TASK)
     page, place, known = _tokens(
         kv_cache, sequences, row, 8 * r + g, tile, begin, end, num_blocks, block_stride, TASK
-    )  # [1, 8, R]
+    )  # of each g and r
     keys = ()
     for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
         keys = keys + (_fetch_codes(page, place, head, known, t + 0 * g, index, False, TASK),)
@@ -641,7 +660,7 @@ def _fetch(kv_cache, sequences, row, head, tile, begin, end, num_blocks, block_s
         page, place, known = _tokens(
             kv_cache, sequences, row, r // 2 * 16 + 4 * t + r % 2 * 2 + odd, tile, begin, end, num_blocks,
             block_stride, TASK,
-        )  # fmt: skip  # [4, 1, R]
+        )  # fmt: skip  # of each t and r
         some = ()
         for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
             some = some + (_fetch_codes(page, place, head, known, g + 0 * t, index, True, TASK),)
@@ -665,8 +684,7 @@ def _accumulate(carry, queries, factor, position, raw, tile, window, table, TASK
     PATHS: tl.constexpr = TASK.paths
     TOKENS: tl.constexpr = TASK.block_tokens
     QUERIES: tl.constexpr = TASK.block_queries
-    t = tl.arange(0, 4)[:, None, None]
-    g = tl.arange(0, 8)[None, :, None]
+    t, g, _r = _lanes(TASK)
     logits = tl.zeros([TOKENS, QUERIES], tl.float32)
     for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
         logits = _product(_keys(keys[index], t + 0 * g, table, index, TASK), queries[index], logits, PATHS)

@@ -148,21 +148,76 @@ def _below(x: float) -> float:
     return struct.unpack("<f", struct.pack("<I", bits - 1))[0]
 
 
+def _count_lines(edges: list[float]) -> list[str]:
+    """PTX that makes of a magnitude ``a`` the number ``n`` of edges below it, and a half.
+
+    Three edges are counted one by one, each step 0 or 1; seven are halved three times.
+    """
+    if len(edges) == 3:
+        lines = [f"mov.f32 n, {_bits_of(0.5)};"]
+        for edge in edges:
+            lines += [f"add.rn.sat.f32 p, a, {_bits_of(-edge)};", "add.rn.f32 n, n, p;"]
+        return lines
+    e = [_bits_of(edge) for edge in edges]
+    return [
+        f"setp.gt.f32 first, a, {e[3]};",
+        f"selp.f32 m, {e[5]}, {e[1]}, first;",
+        "setp.gt.f32 second, a, m;",
+        f"selp.f32 p, {e[4]}, {e[0]}, first;",
+        f"selp.f32 m, {e[6]}, {e[2]}, first;",
+        "selp.f32 m, m, p, second;",
+        "setp.gt.f32 third, a, m;",
+        f"selp.f32 n, {_bits_of(4.5)}, {_bits_of(0.5)}, first;",
+        f"selp.f32 p, {_bits_of(2.0)}, {_bits_of(0.0)}, second;",
+        "add.rn.f32 n, n, p;",
+        f"selp.f32 p, {_bits_of(1.0)}, {_bits_of(0.0)}, third;",
+        "add.rn.f32 n, n, p;",
+    ]
+
+
+def _squares_lines(positive: tuple[float, ...]) -> list[str]:
+    """PTX from eight codes of four bits in $0 to the sum of their centroids' squares, $1: integers, byte by byte."""
+    unit = positive[-1] ** 2 / ((1 << 24) - 1)
+    squares = [round(c * c / unit) for c in positive]
+    lines = [
+        "shr.u32 b, $0, 3;",  # a magnitude's code mirrors that of a negative element
+        "not.b32 b, b;",
+        "and.b32 b, b, 0x11111111;",
+        "mul.lo.u32 b, b, 7;",
+        "xor.b32 b, b, $0;",
+        "and.b32 b, b, 0x77777777;",
+        "shr.u32 c, b, 16;",
+        "mov.b32 sum, 0;",
+    ]
+    for plane in (2, 1, 0):
+        words = [sum(((squares[4 * w + i] >> (8 * plane)) & 0xFF) << (8 * i) for i in range(4)) for w in range(2)]
+        lines += ["mul.lo.u32 sum, sum, 256;"] if plane != 2 else []
+        for selector in ("b", "c"):
+            lines += [
+                f"prmt.b32 looked, 0x{words[0]:08x}, 0x{words[1]:08x}, {selector};",
+                "dp4a.u32.u32 sum, looked, 0x01010101, sum;",
+            ]
+    return [*lines, "cvt.rn.f32.u32 x, sum;", f"mul.rn.f32 $1, x, {_bits_of(unit)};"]
+
+
 def _bucketize_assembly(task: KVTask) -> str:
     """PTX from eight elements before the rotation's factor to their packed codes and their centroids' squares, summed.
 
     Of a symmetric table: the code of a magnitude is the number of positive midpoints up to it, and that of a negative
-    element mirrors it. An element x is scaled by 2**40 with the factor; add.sat is then 1 where it is past a midpoint m
-    (|x| is at least the next fp32), else 0. A negative element must be past the midpoint, not on it: one is taken off
-    its bits. Codes are counted and packed as fp32 integers.
+    element mirrors it. An edge is the fp32 below a midpoint. An element x is scaled by 2**40 with the factor, so that
+    add.sat is 1 where it is past an edge, else 0. A negative element must be past the midpoint, not on it: one is taken
+    off its bits. Codes are counted and packed as fp32 integers.
     """
     bits, positive = task.key_bits, task.positive
     edges = [_below(m) * 2.0**_STEP for m in lloyd_max.midpoints(positive)]
-    squares = [c * c for c in positive]
     factor = _bits_of(task.block**-0.5 * 2.0**_STEP)
     base, low, high = 1 << bits, "low", "high"
     middle = ((1 << bits) - 1) / 2
-    lines = [".reg .f32 x, a, p, n, low, high, squares;", ".reg .b32 b, c;", "mov.f32 squares, 0f00000000;"]
+    lines = [".reg .f32 x, a, p, m, n, low, high, squares;", ".reg .b32 b, c, sum, looked;"]
+    lines.append(".reg .pred first, second, third;")
+    lines.append("mov.f32 squares, 0f00000000;")
+    linear = task.corrected and bits == 3  # few steps: the squares are summed with them
+    squares = [c * c for c in positive]
     for j in range(8):
         into = low if j < 4 else high
         lines += [
@@ -172,13 +227,13 @@ def _bucketize_assembly(task: KVTask) -> str:
             "add.s32 b, b, c;",
             "mov.b32 a, b;",
             "abs.f32 a, a;",
-            f"mov.f32 n, {_bits_of(0.5)};",
         ]
-        for edge, below, above in zip(edges, squares, squares[1:], strict=False):
-            lines += [f"add.rn.sat.f32 p, a, {_bits_of(-edge)};", "add.rn.f32 n, n, p;"]
-            if task.corrected:
-                lines.append(f"fma.rn.f32 squares, p, {_bits_of(above - below)}, squares;")
-        lines.append("copysign.f32 n, x, n;")
+        counted = _count_lines(edges)
+        if linear:
+            for i, step in enumerate(line for line in counted if line.startswith("add.rn.sat")):
+                square = f"fma.rn.f32 squares, p, {_bits_of(squares[i + 1] - squares[i])}, squares;"
+                counted.insert(counted.index(step) + 1, square)
+        lines += [*counted, "copysign.f32 n, x, n;"]
         power = float(base ** (j % 4))
         start = middle * sum(base**i for i in range(4))
         lines.append(f"fma.rn.f32 {into}, n, {_bits_of(power)}, {_bits_of(start) if j % 4 == 0 else into};")
@@ -192,7 +247,12 @@ def _bucketize_assembly(task: KVTask) -> str:
         lines.append("prmt.b32 $0, b, c, 0x5410;")
     else:
         lines += ["and.b32 b, b, 0xfff;", "shl.b32 c, c, 12;", "and.b32 c, c, 0xfff000;", "or.b32 $0, b, c;"]
-    lines.append(f"add.rn.f32 $1, squares, {_bits_of(8 * squares[0])};")
+    if linear:
+        lines.append(f"add.rn.f32 $1, squares, {_bits_of(8 * squares[0])};")
+    elif task.corrected:
+        lines += _squares_lines(positive)
+    else:
+        lines.append("mov.f32 $1, squares;")
     return "{ " + " ".join(lines) + " }"
 
 
@@ -223,6 +283,13 @@ def vector(task, bits):
     size = word_bytes(task, bits)
     count = task.span * bits // 8 // size
     return min(count & -count, task.alignment // size, _WIDEST_ACCESS // size)
+
+
+@triton.constexpr_function
+def stored_together(task, bits):
+    """How many words of a thread are stored at once: all, as far as a power of two goes, so that accesses coalesce."""
+    count = task.span * bits // 8 // word_bytes(task, bits)
+    return count & -count
 
 
 @triton.constexpr_function
@@ -594,10 +661,9 @@ def _span_words(task, bits):
 
 
 @triton.jit
-def _words_at(codes, FIRST: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr):
-    """Pointers to an access's words [ROWS, parts, n]."""
+def _words_at(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr):
+    """Pointers to some words [ROWS, parts, COUNT]."""
     SIZE: tl.constexpr = word_bytes(TASK, BITS)
-    COUNT: tl.constexpr = vector(TASK, BITS)
     PARTS: tl.constexpr = TASK.parts
     SPAN: tl.constexpr = _span_words(TASK, BITS)
     START: tl.constexpr = FIRST // SPAN * SPAN * PARTS + FIRST % SPAN
@@ -609,11 +675,11 @@ def _words_at(codes, FIRST: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr
 @triton.jit
 def store_codes(codes, runs, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     """Write rows' codes, given as runs of eight; runs of four (int32) where they have 8 bits."""
-    COUNT: tl.constexpr = vector(TASK, BITS)
+    COUNT: tl.constexpr = stored_together(TASK, BITS)
     words = _words_of(runs, BITS, TASK)
     for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
         tile = _gathered(words, i * COUNT, COUNT)
-        pointer = _words_at(codes, i * COUNT, BITS, TASK)
+        pointer = _words_at(codes, i * COUNT, COUNT, BITS, TASK)
         tl.store(pointer, tile, mask=exists[:, None, None])
 
 
@@ -655,7 +721,7 @@ def load_codes(codes, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     RUNS: tl.constexpr = TASK.octets
     words = ()
     for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
-        tile = tl.load(_words_at(codes, i * COUNT, BITS, TASK), mask=exists[:, None, None], other=0).to(tl.int32)
+        tile = tl.load(_words_at(codes, i * COUNT, COUNT, BITS, TASK), mask=exists[:, None, None], other=0).to(tl.int32)
         words = words + _scattered(tile, COUNT)
     runs = ()
     if word_bytes(TASK, BITS) == 4:

@@ -34,13 +34,16 @@ def demo(
 ) -> None:
     """Store a real model's hidden states in a cache of every format, read them, attend to them; show cost and error.
 
+    The keys and values of its own attention heads go into the pages that are made for such.
+
     The text is this project's README and documentation (or --text FILE), the model is all-MiniLM-L6-v2.
     """
     forced = output.checked_backend(backend)
     where = output.checked_device(device)
     try:
         source, words = _text(text)
-        rows, tokens = hidden_states(words)
+        heads: list[Heads] = []
+        rows, tokens = hidden_states(words, heads=heads)
     except importlib.metadata.PackageNotFoundError:
         raise output.fail(
             "mxkv is not installed, so that its README is not at hand; name a file with --text", 2
@@ -53,6 +56,8 @@ def demo(
         raise output.fail(f"cannot take the demo's text: {error}", 2) from None
     try:
         found = [measure(format, rows.to(where), forced) for format in mxkv.FORMATS.values()]
+        stacked = _stacked(heads, where)
+        kept = [measure_heads(format, stacked, forced) for format in mxkv.KV_FORMATS.values()]
     except ValueError as error:  # a forced backend that cannot run here
         raise output.fail(str(error), 2) from None
     about = {
@@ -65,13 +70,25 @@ def demo(
         "threads": torch.get_num_threads() if where.type == "cpu" else None,
     }
     if json:
-        output.print_json({**about, "formats": found})
+        output.print_json({**about, "formats": found, "heads": kept})
     else:
         _print(about, found)
+        _print_heads(stacked[1], kept)
 
 
-def hidden_states(text: str, most_tokens: int = _MOST_TOKENS) -> tuple[torch.Tensor, int]:
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values of one layer and window, each ``[tokens, heads, head_dim]``."""
+
+
+def hidden_states(
+    text: str, most_tokens: int = _MOST_TOKENS, *, heads: list[Heads] | None = None
+) -> tuple[torch.Tensor, int]:
     """The hidden states of a text in a small model, fp32 ``[rows, 384]``: one row for each token and layer.
+
+    Args:
+        text: The text.
+        most_tokens: Of its tokens, so many at most.
+        heads: Takes what the attention of each layer and window works on, if given.
 
     Returns:
         The rows, and how many tokens they come from.
@@ -98,11 +115,20 @@ def hidden_states(text: str, most_tokens: int = _MOST_TOKENS) -> tuple[torch.Ten
     if not ids:
         raise ValueError(f"expected a text with words in it, got {len(text)} characters and no token")
     rows: list[torch.Tensor] = []
+    seen: list[torch.Tensor] = []
+    for layer in model.encoder.layer if heads is not None else ():
+        attention = layer.attention.self
+        for part in (attention.query, attention.key, attention.value):
+            part.register_forward_hook(lambda module, given, result: seen.append(result[0].float().clone()))
     with torch.inference_mode():
         for start in range(0, len(ids), _WINDOW):
             window = torch.tensor([ids[start : start + _WINDOW]])
             layers = model(input_ids=window, output_hidden_states=True).hidden_states
             rows.extend(layer[0].float() for layer in layers[1:])  # the first is the embedding
+    if heads is not None:
+        width = rows[0].shape[1] // model.config.num_attention_heads
+        split = [each.unflatten(1, (-1, width)) for each in seen]
+        heads.extend((split[i], split[i + 1], split[i + 2]) for i in range(0, len(split), 3))
     return torch.cat(rows).clone(), len(ids)
 
 
@@ -165,6 +191,59 @@ def measure(format: mxkv.Format, rows: torch.Tensor, backend: str | None) -> dic
         "attend_worst_error": float((attended - wanted).abs().max()),
         "attend_us_per_query": attend_s / _QUERIES * 1e6,
         "backends": ran_by,
+    }
+
+
+def _stacked(heads: list[Heads], device: torch.device) -> Heads:
+    """The layers of windows that are as long as the first one, each tensor ``[sequences, tokens, heads, head_dim]``."""
+    whole = [each for each in heads if each[0].shape[0] == heads[0][0].shape[0]]
+    query, key, value = (torch.stack(each).to(device) for each in zip(*whole, strict=True))
+    return query, key, value
+
+
+def measure_heads(format: mxkv.KVFormat, stacked: Heads, backend: str | None) -> dict[str, Any]:
+    """Store keys and values of attention heads, read them back, attend to them; say what was lost.
+
+    Args:
+        format: The pages' format.
+        stacked: Queries, keys and values, each ``[sequences, tokens, heads, head_dim]``; a query sees the tokens up to
+            its own.
+        backend: The backend to force.
+
+    Raises:
+        ValueError: The forced backend cannot run here.
+    """
+    query, key, value = stacked
+    sequences, tokens, heads, dim = key.shape
+    each = -(-tokens // _BLOCK_SIZE)
+    cache = mxkv.empty_kv_cache(format, sequences * each, _BLOCK_SIZE, heads, dim, key.device)
+    starts = torch.arange(sequences, device=key.device) * each * _BLOCK_SIZE
+    slots = (starts[:, None] + torch.arange(tokens, device=key.device)).flatten()
+    mxkv.store_kv(cache, key.flatten(0, 1), value.flatten(0, 1), slots, format=format, backend=backend)
+    read = mxkv.load_kv(cache, slots, format=format, head_dim=dim, dtype=torch.float32, backend=backend)
+    keys, values = (x.unflatten(0, (sequences, tokens)) for x in read)
+    attended = mxkv.attend_kv(
+        query.bfloat16().flatten(0, 1), cache, torch.arange(sequences * each, device=key.device).view(sequences, each),
+        torch.full((sequences,), tokens, device=key.device), format=format,
+        query_start=torch.arange(sequences + 1, device=key.device) * tokens, backend=backend,
+    )  # fmt: skip
+    assert isinstance(attended, torch.Tensor)
+    by_head = [x.float().transpose(1, 2) for x in (query.bfloat16(), key, value)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        by_head[0], by_head[1], by_head[2], is_causal=True
+    ).transpose(1, 2)
+    error = attended.float().unflatten(0, (sequences, tokens)) - wanted
+    cosine = torch.nn.functional.cosine_similarity(keys, key, -1)
+    slot = format.slot_bytes(dim)
+    return {
+        "format": format.name,
+        "bytes_per_head": slot,
+        "ratio_to_bf16": 4 * dim / slot,
+        "key_cosine": float(cosine.mean()),
+        "worst_key_cosine": float(cosine.min()),
+        "value_snr_db": _snr_db(value, values - value),
+        "attend_snr_db": _snr_db(wanted, error),
+        "attend_error": float(error.norm() / wanted.norm()),
     }
 
 
@@ -278,4 +357,28 @@ def _print(about: dict[str, Any], found: list[dict[str, Any]]) -> None:
     )
     screen.print(
         "A width other than the rows' own: zeros are appended, which the format needs and the errors leave out."
+    )
+
+
+def _print_heads(keys: torch.Tensor, found: list[dict[str, Any]]) -> None:
+    screen = output.console()
+    sequences, tokens, heads, dim = keys.shape
+    columns = ["format", "bytes/head", "× bf16", "key cosine", "worst", "value SNR dB", "attention SNR dB", "error"]
+    rows = (
+        (
+            row["format"],
+            row["bytes_per_head"],
+            f"{row['ratio_to_bf16']:.2f}",
+            f"{row['key_cosine']:.4f}",
+            f"{row['worst_key_cosine']:.3f}",
+            f"{row['value_snr_db']:.1f}",
+            f"{row['attend_snr_db']:.1f}",
+            f"{row['attend_error']:.1%}",
+        )
+        for row in found
+    )
+    screen.print(output.table("Keys and values of the model's own attention heads", columns, rows, right=columns[1:]))
+    screen.print(
+        f"{sequences} windows of {tokens} tokens, each in one layer; {heads} heads of {dim}. Causal attention of every "
+        "token, against fp32 without a cache."
     )
