@@ -489,6 +489,13 @@ def test_starts_that_make_no_sense_read_nothing_out_of_bounds(ops: Ops) -> None:
         assert out.shape == q.shape
 
 
+def test_out_may_be_the_queries(ops: Ops) -> None:
+    p = problem(ops, PRESETS[1], 32, 2, 16, [[3], [1]], [16, 9])
+    q = queries(ops, 2, 4, 32)
+    want = p.run(ops, q, num_splits=1)
+    assert torch.equal(p.run(ops, q, num_splits=1, out=q), want)
+
+
 @pytest.mark.parametrize("name", ["turboquant-k8v4", "turboquant-3bit-nc"])
 def test_what_is_not_seen_does_not_matter(ops: Ops, name: str) -> None:
     """Bytes of other slots, NaN included, reach no result; nor does a row reach a query before it."""

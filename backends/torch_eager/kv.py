@@ -222,7 +222,7 @@ def attend_kv(
 ) -> None:
     """Attend to pages. See :func:`mxkv.attend_kv`; the result has no splits and needs no workspace."""
     layout = spec.layout
-    out.zero_()
+    of_none = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)  # queries that no sequence has
     if lse is not None:
         lse.fill_(-torch.inf)
     table, rotation = _tables(spec, centroids, rotation, kv_cache.device)
@@ -271,6 +271,8 @@ def attend_kv(
             result = summed * (shift - larger).exp()[..., None] / divisor[..., None]
             result = torch.where((top == -torch.inf)[..., None], 0.0, result)
             out[here] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
+            of_none[here] = False
+    out[of_none] = 0
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
