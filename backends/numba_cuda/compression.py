@@ -216,6 +216,8 @@ def prepare(spec: Compression) -> CompressLaunch | CompressStoreLaunch | SaveLau
 def tunable(spec: Compression) -> Tunable:
     """The launch configurations of one kind of call."""
     found = compress_configurations()
+    if isinstance(spec, SaveRingSpec):
+        found = found[:1]  # a copy: nothing is worth a choice
     return Tunable(
         CompressConfig,
         found,
