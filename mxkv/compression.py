@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mxkv.checks import check_types as _check_types
+from mxkv.checks import check_types
 from mxkv.formats import Format
 from mxkv.library import compress_norm_op, compress_store_op, save_ring_rows_op
 from mxkv.operations import _scale_tensor, _spec_of
@@ -107,7 +107,7 @@ def save_ring_rows(
     try:
         save_ring_rows_op(rows, slots, state_cache, backend)
     except (RuntimeError, AttributeError):
-        _check_types(
+        check_types(
             rows=(rows, torch.Tensor), slots=(slots, torch.Tensor), state_cache=(state_cache, torch.Tensor),
             backend=(backend, _STRING),
         )  # fmt: skip
@@ -183,7 +183,7 @@ def _check_packed(
     **others: tuple[Any, Any],
 ) -> None:
     """After a call has failed: TypeError where an argument was of a type that is not taken."""
-    _check_types(
+    check_types(
         kv_score=(kv_score, torch.Tensor), positions=(positions, torch.Tensor), state_cache=(state_cache, _TENSOR),
         slots=(slots, torch.Tensor), query_start=(query_start, _TENSOR), token_to_request=(token_to_request, _TENSOR),
         weight=(weight, torch.Tensor), eps=(eps, (int, float)), compress_ratio=(compress_ratio, int),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mxkv import contracts, dispatch, kv_library
-from mxkv.checks import check_types as _check_types
+from mxkv.checks import check_types
 from mxkv.kv_formats import KVFormat, get_kv_format, kv_layout_of
 from mxkv.kv_library import attend_kv_op, load_kv_op, store_kv_op
 
@@ -91,7 +91,7 @@ def store_kv(
     try:
         store_kv_op(kv_cache, key, value, slots, _spec_of(format), centroids, rotation, nonfinite, backend)
     except (RuntimeError, AttributeError):
-        _check_types(
+        check_types(
             kv_cache=(kv_cache, torch.Tensor), key=(key, torch.Tensor), value=(value, torch.Tensor),
             slots=(slots, torch.Tensor), centroids=(centroids, _TENSOR), rotation=(rotation, _TENSOR),
             nonfinite=(nonfinite, str), backend=(backend, _STRING),
@@ -131,7 +131,7 @@ def load_kv(
     try:
         key, value = load_kv_op(kv_cache, slots, _spec_of(format), head_dim, dtype, centroids, rotation, backend)
     except (RuntimeError, AttributeError):
-        _check_types(
+        check_types(
             kv_cache=(kv_cache, torch.Tensor), slots=(slots, torch.Tensor), head_dim=(head_dim, int),
             dtype=(dtype, torch.dtype), centroids=(centroids, _TENSOR), rotation=(rotation, _TENSOR),
             backend=(backend, _STRING),
@@ -206,7 +206,7 @@ def attend_kv(
             centroids, rotation, lse, workspace, backend,
         )  # fmt: skip
     except (RuntimeError, AttributeError, TypeError):
-        _check_types(
+        check_types(
             q=(q, torch.Tensor), kv_cache=(kv_cache, torch.Tensor), block_table=(block_table, torch.Tensor),
             seq_lens=(seq_lens, torch.Tensor), query_start=(query_start, _TENSOR), scale=(scale, _NUMBER),
             sink=(sink, _TENSOR), window=(window, _INTEGER), num_splits=(num_splits, _INTEGER),

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from mxkv import contracts, dispatch, library, numerics
-from mxkv.checks import check_types as _check_types
+from mxkv.checks import check_types
 from mxkv.compression_checks import ring_layout_of
 from mxkv.formats import Format, get_format
 from mxkv.kv_formats import KVFormat
@@ -106,7 +106,7 @@ def store(
             scale = _scale_tensor(cache_scale, cache)
             store_op(cache, latent, slots, format, positions, cos_sin, compress_ratio, scale, nonfinite, backend)
     except (RuntimeError, AttributeError):
-        _check_types(
+        check_types(
             cache=(cache, torch.Tensor), latent=(latent, torch.Tensor), slots=(slots, torch.Tensor),
             positions=(positions, _TENSOR), cos_sin=(cos_sin, _TENSOR), compress_ratio=(compress_ratio, int),
             nonfinite=(nonfinite, str), backend=(backend, _STRING),
@@ -148,7 +148,7 @@ def load(
     try:
         return _load(cache, slots, format, latent_dim, dtype, cache_scale, out, backend)
     except (RuntimeError, AttributeError):
-        _check_types(
+        check_types(
             cache=(cache, torch.Tensor), slots=(slots, torch.Tensor), out=(out, _TENSOR),
             latent_dim=(latent_dim, (int, type(None))), dtype=(dtype, (torch.dtype, type(None))),
             backend=(backend, _STRING),
@@ -254,7 +254,7 @@ def attend(
             scale, sink, num_splits, lse, workspace, backend,
         )  # fmt: skip
     except (RuntimeError, AttributeError, TypeError):
-        _check_types(
+        check_types(
             q=(q, torch.Tensor), cache=(cache, torch.Tensor), indices=(indices, _TENSOR), indptr=(indptr, _TENSOR),
             block_table=(block_table, _TENSOR), seq_lens=(seq_lens, _TENSOR), scale=(scale, _NUMBER),
             sink=(sink, _TENSOR), value_dim=(value_dim, _INTEGER), num_splits=(num_splits, _INTEGER),

@@ -573,7 +573,7 @@ def test_one_split_launches_no_merging_and_takes_no_memory(ops: Ops, monkeypatch
     want = p.run(ops, num_splits=1)
     out = torch.full_like(want, float("nan"))
     monkeypatch.setattr(attention, "reduce_kernel", None)
-    monkeypatch.setattr(attention.AttendLaunch, "partials", None)
+    monkeypatch.setattr(attention.splitting, "partials", None)
     assert torch.equal(p.run(ops, num_splits=1, out=out), want)
     with pytest.raises(TypeError):
         p.run(ops, num_splits=2)

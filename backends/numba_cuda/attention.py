@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from mxkv import devices
+from mxkv import devices, splitting
 from mxkv.backends.numba_cuda import compiler
 from mxkv.backends.numba_cuda.attend import AttendTask, attend_kernel, reduce_kernel
 from mxkv.backends.numba_cuda.config import AttendConfig, attend_configurations, splits_of
 from mxkv.backends.numba_cuda.launch import Launch, address, kernel_of
 from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, record_of
-from mxkv.contracts import MOST_SPLITS, YES, AttendSpec, Tunable, Verdict
+from mxkv.contracts import YES, AttendSpec, Tunable, Verdict
 
 ATTEND_ARGUMENTS, REDUCE_ARGUMENTS = "3i53iiifiiii", "ii3iii"
 
@@ -38,27 +38,20 @@ class AttendLaunch(Launch):
         super().__init__(spec, tunable(spec))
         self.compute_units = devices.describe(spec.device).compute_units
 
-    def rows_of(self, queries: int, rows: torch.Tensor) -> tuple[int, int]:
-        """What bounds the rows of a call, and how many a query has, as far as shapes say (ragged: on the average)."""
-        if self.spec.selection == "ragged":
-            return rows.shape[0], -(-rows.shape[0] // queries)
-        length = rows.shape[1] * (self.spec.layout.block_size if self.spec.selection == "pages" else 1)
-        return length, length
-
     def splits(self, queries: int, rows: torch.Tensor, num_splits: int | None, config: AttendConfig | None) -> int:
         """Into how many parts each query's rows are split: shapes and the configuration say it, no tensor's values."""
         if num_splits is not None:
             return num_splits
-        _, each = self.rows_of(queries, rows)
+        _, each = splitting.rows_of(self.spec, queries, rows)
         config = config or self.choose(queries, each)
-        return min(splits_of(config, self.spec, queries, each, self.compute_units), MOST_SPLITS)
+        return splits_of(config, self.spec, queries, each, self.compute_units)
 
     def workspace_bytes(
         self, queries: int, rows: torch.Tensor, num_splits: int | None = None, config: AttendConfig | None = None
     ) -> int:
         """What the splits of a call leave to be merged: sums and a logarithm for each head, fp32."""
         splits = self.splits(queries, rows, num_splits, config) if queries else 1
-        return 0 if splits == 1 else 4 * queries * self.spec.heads * splits * (self.spec.value_dim + 1)
+        return 4 * self.numbers(queries, splits)
 
     def compile(self, config: AttendConfig) -> None:
         """Compile for tensors at aligned addresses and 32-bit indices, one split and several, and launch nothing."""
@@ -82,11 +75,12 @@ class AttendLaunch(Launch):
         config: AttendConfig | None = None,
     ) -> None:
         spec, queries = self.spec, q.shape[0]
-        length, each = self.rows_of(queries, rows)
+        length, each = splitting.rows_of(self.spec, queries, rows)
         if config is None:
             config = self.choose(queries, each)
         splits = self.splits(queries, rows, num_splits, config)
-        partial = None if splits == 1 else self.partials(queries, splits, workspace)
+        numbers = self.numbers(queries, splits)
+        partial = splitting.partials(numbers, workspace, spec.device) if numbers else None
         cache_at, index_bytes = cache.data_ptr(), rows.element_size()
         run, merge, head_blocks, shared = self.kernel(
             cache_at % WIDEST, index_bytes, 0 if bounds is None else bounds.element_size(), splits == 1, config
@@ -122,17 +116,9 @@ class AttendLaunch(Launch):
             found = self.kernels[kind] = run, merge, task.head_blocks, task.shared.bytes
         return found
 
-    def partials(self, queries: int, splits: int, workspace: torch.Tensor | None) -> torch.Tensor:
-        """Memory for sums [queries, heads, splits, value_dim] and, behind them, logarithms [queries, heads, splits]."""
-        count = queries * self.spec.heads * splits * (self.spec.value_dim + 1)
-        if workspace is None:
-            return torch.empty(count, dtype=torch.float32, device=self.spec.device)
-        if workspace.nbytes < 4 * count or workspace.data_ptr() % WIDEST:
-            raise ValueError(
-                f"expected a workspace of at least {4 * count} bytes, aligned to {WIDEST}; "
-                f"got {workspace.nbytes} bytes at {workspace.data_ptr():#x}"
-            )
-        return workspace.reshape(-1).view(torch.uint8)[: 4 * count].view(torch.float32)
+    def numbers(self, queries: int, splits: int) -> int:
+        """How many fp32 numbers the splits of a call leave."""
+        return splitting.partial_numbers(queries, self.spec.heads, splits, self.spec.value_dim)
 
 
 def _heads(rows: torch.Tensor) -> tuple[int, int, int]:

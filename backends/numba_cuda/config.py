@@ -7,6 +7,7 @@ import dataclasses
 from mxkv import settings
 from mxkv.contracts import AttendSpec
 from mxkv.devices import Target
+from mxkv.splitting import parts_of
 
 VECTOR = 4  # fp32 of an access to shared memory
 SIMULATED_THREADS = 4  # the simulator runs a Python thread for each
@@ -106,10 +107,7 @@ def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, c
     blocks = queries * -(-spec.heads // config.block_heads)
     tiles = -(-rows // config.block_rows)
     wanted = min(config.blocks_per_unit * compute_units // blocks, tiles // _LEAST_TILES)
-    if wanted <= 1:
-        return 1
-    share = -(-tiles // wanted)
-    return -(-tiles // share)
+    return parts_of(tiles, wanted)
 
 
 @dataclasses.dataclass(frozen=True)

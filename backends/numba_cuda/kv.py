@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from mxkv import devices, lloyd_max, numerics, settings
+from mxkv import devices, lloyd_max, numerics, settings, splitting
 from mxkv.backends.numba_cuda.attend import reduce_kernel
 from mxkv.backends.numba_cuda.config import MOST_SHARED, SIMULATED_THREADS, AttendConfig
 from mxkv.backends.numba_cuda.kv_attend import AttendKVTask, attend_kv_kernel, shared_of
 from mxkv.backends.numba_cuda.kv_rows import KVRecord, KVTask, load_kv_kernel, store_kv_kernel
 from mxkv.backends.numba_cuda.launch import address, kernel_of
 from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST
-from mxkv.contracts import MOST_SPLITS, YES, AttendKVSpec, KVSpec, LoadKVSpec, StoreKVSpec, Verdict
+from mxkv.contracts import YES, AttendKVSpec, KVSpec, LoadKVSpec, StoreKVSpec, Verdict
 
 ROWS_ARGUMENTS, ATTEND_ARGUMENTS, REDUCE_ARGUMENTS = "i332iiiii", "3ic3iiifiiii", "ii3iii"
 _LEAST_TILES = 4  # of a split
@@ -93,15 +93,12 @@ class AttendKVLaunch:
         blocks = queries * spec.layout.heads * -(-group // config.block_heads)
         tiles = -(-table.shape[1] * spec.layout.block_size // config.block_rows)
         wanted = min(config.blocks_per_unit * self.compute_units // max(blocks, 1), tiles // _LEAST_TILES)
-        if wanted <= 1:
-            return 1
-        share = -(-tiles // wanted)
-        return min(-(-tiles // share), MOST_SPLITS)
+        return splitting.parts_of(tiles, wanted)
 
     def workspace_bytes(self, queries: int, table: torch.Tensor, num_splits: int | None = None) -> int:
         """What the splits of a call leave to be merged: sums and a logarithm for each head, fp32."""
         splits = self.splits(queries, table, num_splits) if queries else 1
-        return 0 if splits == 1 else 4 * queries * self.spec.query_heads * splits * (self.spec.head_dim + 1)
+        return 4 * self.numbers(queries, splits)
 
     def __call__(
         self,
@@ -122,7 +119,8 @@ class AttendKVLaunch:
     ) -> None:
         spec, config, queries = self.spec, self.config, q.shape[0]
         splits = self.splits(queries, block_table, num_splits)
-        partial = None if splits == 1 else self.partials(queries, splits, workspace)
+        numbers = self.numbers(queries, splits)
+        partial = splitting.partials(numbers, workspace, spec.device) if numbers else None
         run, merge, head_blocks, shared = self.kernel(
             kv_cache.data_ptr() % WIDEST, block_table.element_size(), seq_lens.element_size(),
             8 if query_start is None else query_start.element_size(), splits == 1,
@@ -170,17 +168,9 @@ class AttendKVLaunch:
             found = self.kernels[kind] = run, merge, task.head_blocks, task.shared.bytes
         return found
 
-    def partials(self, queries: int, splits: int, workspace: torch.Tensor | None) -> torch.Tensor:
-        """Memory for sums [queries, heads, splits, dim] and, behind them, logarithms [queries, heads, splits]."""
-        count = queries * self.spec.query_heads * splits * (self.spec.head_dim + 1)
-        if workspace is None:
-            return torch.empty(count, dtype=torch.float32, device=self.spec.device)
-        if workspace.nbytes < 4 * count or workspace.data_ptr() % WIDEST:
-            raise ValueError(
-                f"expected a workspace of at least {4 * count} bytes, aligned to {WIDEST}; "
-                f"got {workspace.nbytes} bytes at {workspace.data_ptr():#x}"
-            )
-        return workspace.reshape(-1).view(torch.uint8)[: 4 * count].view(torch.float32)
+    def numbers(self, queries: int, splits: int) -> int:
+        """How many fp32 numbers the splits of a call leave."""
+        return splitting.partial_numbers(queries, self.spec.query_heads, splits, self.spec.head_dim)
 
 
 def record_of(spec: KVSpec, address: int) -> KVRecord:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import triton
 
-from mxkv import devices, settings
+from mxkv import devices, settings, splitting
 from mxkv.autotune_cache.sources import source_hash
 from mxkv.backends.triton_gpu.attend import AttendTask, Heads, Rows, attend_kernel, chunks_of, reduce_kernel
 from mxkv.backends.triton_gpu.codec import Paths
 from mxkv.backends.triton_gpu.config import AttendConfig, attend_configurations, attend_default, splits_of
 from mxkv.backends.triton_gpu.launch import Launch
-from mxkv.contracts import MOST_SPLITS, YES, AttendSpec, Tunable, Verdict
+from mxkv.contracts import YES, AttendSpec, Tunable, Verdict
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SOURCES = tuple(
@@ -57,27 +57,20 @@ class AttendLaunch(Launch):
         super().__init__(spec, tunable(spec), paths)
         self.compute_units = devices.describe(spec.device).compute_units
 
-    def rows_of(self, queries: int, rows: torch.Tensor) -> tuple[int, int]:
-        """What bounds the rows of a call, and how many a query has, as far as shapes say (ragged: on the average)."""
-        if self.spec.selection == "ragged":
-            return rows.shape[0], -(-rows.shape[0] // queries)
-        length = rows.shape[1] * (self.spec.layout.block_size if self.spec.selection == "pages" else 1)
-        return length, length
-
     def splits(self, queries: int, rows: torch.Tensor, num_splits: int | None, config: AttendConfig | None) -> int:
         """Into how many parts each query's rows are split: shapes and the configuration say it, no tensor's values."""
         if num_splits is not None:
             return num_splits
-        _, each = self.rows_of(queries, rows)
+        _, each = splitting.rows_of(self.spec, queries, rows)
         config = config or self.choose(queries, each)
-        return min(splits_of(config, self.spec, queries, each, self.compute_units), MOST_SPLITS)
+        return splits_of(config, self.spec, queries, each, self.compute_units)
 
     def workspace_bytes(
         self, queries: int, rows: torch.Tensor, num_splits: int | None = None, config: AttendConfig | None = None
     ) -> int:
         """What the splits of a call leave to be merged: sums and a logarithm for each head, fp32."""
         splits = self.splits(queries, rows, num_splits, config) if queries else 1
-        return 0 if splits == 1 else 4 * queries * self.spec.heads * splits * (self.spec.value_dim + 1)
+        return 4 * self.numbers(queries, splits)
 
     def options(self, config: AttendConfig) -> dict[str, Any]:
         """The compiler's options."""
@@ -124,11 +117,12 @@ class AttendLaunch(Launch):
         config: AttendConfig | None = None,
     ) -> None:
         spec, queries = self.spec, q.shape[0]
-        length, each = self.rows_of(queries, rows)
+        length, each = splitting.rows_of(self.spec, queries, rows)
         if config is None:
             config = self.choose(queries, each)
         splits = self.splits(queries, rows, num_splits, config)
-        partial = None if splits == 1 else self.partials(queries, splits, workspace)
+        numbers = self.numbers(queries, splits)
+        partial = splitting.partials(numbers, workspace, spec.device) if numbers else None
         task = self.task(cache.data_ptr() % _WIDEST_ACCESS, splits == 1, config)
         if self.as_bytes:
             cache = cache.view(torch.uint8)
@@ -161,17 +155,9 @@ class AttendLaunch(Launch):
             found = self.tasks[key] = attend_task(self.spec, self.paths, *key)
         return found
 
-    def partials(self, queries: int, splits: int, workspace: torch.Tensor | None) -> torch.Tensor:
-        """Memory for sums [queries, heads, splits, value_dim] and, behind them, logarithms [queries, heads, splits]."""
-        count = queries * self.spec.heads * splits * (self.spec.value_dim + 1)
-        if workspace is None:
-            return torch.empty(count, dtype=torch.float32, device=self.spec.device)
-        if workspace.nbytes < 4 * count or workspace.data_ptr() % _WIDEST_ACCESS:
-            raise ValueError(
-                f"expected a workspace of at least {4 * count} bytes, aligned to {_WIDEST_ACCESS}; "
-                f"got {workspace.nbytes} bytes at {workspace.data_ptr():#x}"
-            )
-        return workspace.reshape(-1).view(torch.uint8)[: 4 * count].view(torch.float32)
+    def numbers(self, queries: int, splits: int) -> int:
+        """How many fp32 numbers the splits of a call leave."""
+        return splitting.partial_numbers(queries, self.spec.heads, splits, self.spec.value_dim)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ import dataclasses
 from mxkv.contracts import AttendSpec, CompressSpec, CompressStoreSpec, SaveRingSpec, Spec, StoreSpec
 from mxkv.devices import Target
 from mxkv.formats import Element
+from mxkv.splitting import parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +159,7 @@ def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, c
     programs = queries * -(-spec.heads // config.block_heads)
     tiles = -(-rows // config.block_rows)
     wanted = min(config.programs_per_unit * compute_units // programs, tiles // _LEAST_TILES)
-    if wanted <= 1:
-        return 1
-    share = -(-tiles // wanted)
-    return -(-tiles // share)
+    return parts_of(tiles, wanted)
 
 
 @dataclasses.dataclass(frozen=True)

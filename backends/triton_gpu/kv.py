@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 
-from mxkv import devices, lloyd_max
+from mxkv import devices, lloyd_max, splitting
 from mxkv.backends.triton_gpu.attend import Heads, reduce_kernel
 from mxkv.backends.triton_gpu.codec import Paths, paths_of
 from mxkv.backends.triton_gpu.kv_attend import (
@@ -27,7 +27,8 @@ from mxkv.backends.triton_gpu.kv_attend import (
 )
 from mxkv.backends.triton_gpu.kv_codec import KVTask
 from mxkv.backends.triton_gpu.kv_store import load_kv_kernel, store_kv_kernel
-from mxkv.contracts import MOST_SPLITS, YES, AttendKVSpec, KVSpec, LoadKVSpec, StoreKVSpec, Verdict
+from mxkv.backends.triton_gpu.launch import DeviceGuard
+from mxkv.contracts import YES, AttendKVSpec, KVSpec, LoadKVSpec, StoreKVSpec, Verdict
 from mxkv.kv_formats import hadamard_block
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -96,7 +97,7 @@ class RowsLaunch:
         self.paths = paths or paths_of(self.target)
         self.config = rows_default(spec, self.target, self.paths.interpreted)
         self.tasks: dict[tuple[int, int], KVTask] = {}
-        self.guard = device_guard(spec.device)
+        self.guard = DeviceGuard(spec.device)
 
     def __call__(self, *tensors: Any, config: KVConfig | None = None) -> None:
         if isinstance(self.spec, StoreKVSpec):
@@ -127,20 +128,6 @@ class RowsLaunch:
         if found is None:
             found = self.tasks[key] = kv_task(self.spec, self.paths, *key)
         return found
-
-
-def device_guard(device: torch.device) -> Callable[[], Any]:
-    """What makes a device the current one while a kernel is launched."""
-    import contextlib
-
-    if device.type == "cpu":
-        return contextlib.nullcontext
-
-    def guard() -> Any:
-        current = device.index == torch.cuda.current_device()
-        return contextlib.nullcontext() if current else torch.cuda.device(device.index)
-
-    return guard
 
 
 def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> KVTask:
@@ -236,7 +223,7 @@ class AttendKVLaunch:
             self.halves, self.key_factor = halves_of_table(lloyd_max.centroids(spec.head_dim, spec.format.key.bits))
         self.tasks: dict[tuple[Any, ...], AttendKVTask] = {}
         self.reduce_task = ReduceTask(spec.query_heads, spec.head_dim, self.paths)
-        self.guard = device_guard(spec.device)
+        self.guard = DeviceGuard(spec.device)
 
     def tiles(self, queries: int, sequences: int, config: AttendKVConfig) -> int:
         """How many programs take the queries of one cache head, for one split."""
@@ -258,15 +245,12 @@ class AttendKVLaunch:
         programs = (rows or self.tiles(queries, table.shape[0], config)) * self.spec.layout.heads
         tiles = -(-table.shape[1] * self.spec.layout.block_size // config.block_tokens)
         wanted = min(config.programs_per_unit * self.compute_units // max(programs, 1), tiles // _LEAST_TILES)
-        if wanted <= 1:
-            return 1
-        share = -(-tiles // wanted)
-        return min(-(-tiles // share), MOST_SPLITS)
+        return splitting.parts_of(tiles, wanted)
 
     def workspace_bytes(self, queries: int, table: torch.Tensor, num_splits: int | None = None) -> int:
         """What the splits of a call leave to be merged: sums and a logarithm for each head, fp32."""
         splits = self.splits(queries, table, num_splits) if queries else 1
-        return 0 if splits == 1 else 4 * queries * self.spec.query_heads * splits * (self.spec.head_dim + 1)
+        return 4 * self.numbers(queries, splits)
 
     def __call__(
         self,
@@ -289,7 +273,8 @@ class AttendKVLaunch:
         spec, queries, sequences = self.spec, q.shape[0], seq_lens.shape[0]
         config = config or self.config
         splits = self.splits(queries, block_table, num_splits, config)
-        partial = None if splits == 1 else self.partials(queries, splits, workspace)
+        numbers = self.numbers(queries, splits)
+        partial = splitting.partials(numbers, workspace, spec.device) if numbers else None
         heads_out = Heads(out, out.stride(0), out.stride(1))
         result, logs = heads_out, lse
         if partial is not None:
@@ -341,17 +326,9 @@ class AttendKVLaunch:
             )
         return found
 
-    def partials(self, queries: int, splits: int, workspace: torch.Tensor | None) -> torch.Tensor:
-        """Memory for sums [queries, heads, splits, dim] and, behind them, logarithms [queries, heads, splits]."""
-        count = queries * self.spec.query_heads * splits * (self.spec.head_dim + 1)
-        if workspace is None:
-            return torch.empty(count, dtype=torch.float32, device=self.spec.device)
-        if workspace.nbytes < 4 * count or workspace.data_ptr() % _WIDEST_ACCESS:
-            raise ValueError(
-                f"expected a workspace of at least {4 * count} bytes, aligned to {_WIDEST_ACCESS}; "
-                f"got {workspace.nbytes} bytes at {workspace.data_ptr():#x}"
-            )
-        return workspace.reshape(-1).view(torch.uint8)[: 4 * count].view(torch.float32)
+    def numbers(self, queries: int, splits: int) -> int:
+        """How many fp32 numbers the splits of a call leave."""
+        return splitting.partial_numbers(queries, self.spec.query_heads, splits, self.spec.head_dim)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,6 +20,18 @@ _MOST_KERNELS = 256
 _NO_GUARD = contextlib.nullcontext()
 
 
+class DeviceGuard:
+    """Triton launches on the current device: called, gives what makes it the tensors' for a ``with`` block."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index = None if device.type == "cpu" else device.index
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        if self.index is None or self.index == torch.cuda.current_device():
+            return _NO_GUARD
+        return torch.cuda.device(self.index)
+
+
 class Launch:
     """What every launch for one spec has in common.
 
@@ -38,14 +50,8 @@ class Launch:
         self.block_stride = spec.layout.block_stride * spec.format.cache_dtype.itemsize
         # Not every target has the dtype fp8: kernels see its bytes.
         self.as_bytes = spec.format.cache_dtype == torch.float8_e4m3fn
-        self.device_index = None if spec.device.type == "cpu" else spec.device.index
+        self.guard = DeviceGuard(spec.device)
         self.tasks: dict[tuple[Any, ...], Any] = {}
-
-    def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device: make it the tensors'."""
-        if self.device_index is None or self.device_index == torch.cuda.current_device():
-            return _NO_GUARD
-        return torch.cuda.device(self.device_index)
 
 
 class Launcher:
