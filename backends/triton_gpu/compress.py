@@ -125,6 +125,33 @@ class Target(NamedTuple):
     scale: Any
 
 
+class Standing(NamedTuple):
+    """What is to be done for a token, or for each of [tokens].
+
+    Attributes:
+        makes: Whether it closes a group whose rows are there.
+        begins: Whether it is its chunk's first.
+        saved: Whether its row is saved in its slot of the ring.
+        rest: Whether the row that it read is then to be written.
+        slot: Its slot of the ring.
+        kept: The slot that its chunk's first token reads, or -1.
+        rank_row: The row of another rank that precedes it, or -1.
+        begin, end: Of its chunk.
+        request: That it names.
+    """
+
+    makes: Any
+    begins: Any
+    saved: Any
+    rest: Any
+    slot: Any
+    kept: Any
+    rank_row: Any
+    begin: Any
+    end: Any
+    request: Any
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # one object for each task: Triton hashes it at every launch
 class CompressTask:
     """What a compression kernel is compiled for.
@@ -135,11 +162,15 @@ class CompressTask:
         ring_stride: From a ring's row to the next, in elements.
         previous: Whether there are rows of other ranks.
         lines, pairs: The tile of a row: 256 pairs.
-        whole: Whether the first region of a record is encoded from that tile.
+        whole: Whether each region of a record is encoded from that tile.
         aligned: Whether fp32 rows are aligned to 16 bytes.
         words_out: Whether pairs of bf16 rows are aligned to 4 bytes.
         store: What the cache's records need, or None.
         paths: The target's instructions.
+        together: Whether what has to be done is found out for all tokens of a program at once.
+        hint: How the caches treat rows: "", "first" (evicted first) or "cg" (past the L1 cache).
+        ahead: How many tokens later ones are whose rows a program asks for, so that they are in the L2 cache in time;
+            0 asks for none.
     """
 
     ratio: int
@@ -153,6 +184,9 @@ class CompressTask:
     words_out: bool
     store: StoreTask | None
     paths: Paths
+    together: bool
+    hint: str
+    ahead: int
 
     @property
     def addresses(self) -> bool:
@@ -185,9 +219,15 @@ def _tile(TASK: tl.constexpr):
 
 
 @triton.jit
-def _pairs_of(row, pair, mask):
+def _pairs_of(row, pair, mask, TASK: tl.constexpr):
     """Pairs of a row's fp32 as two tiles."""
-    both = tl.load(row.to(tl.pointer_type(tl.int64)) + pair, mask=mask)
+    at = row.to(tl.pointer_type(tl.int64)) + pair
+    if TASK.hint == "first":
+        both = tl.load(at, mask=mask, eviction_policy="evict_first")
+    elif TASK.hint == "cg":
+        both = tl.load(at, mask=mask, cache_modifier=".cg")
+    else:
+        both = tl.load(at, mask=mask)
     return codec.float_of(both.to(tl.int32)), codec.float_of((both >> 32).to(tl.int32))
 
 
@@ -235,12 +275,12 @@ def _reciprocal(x, PATHS: tl.constexpr):
 @triton.jit
 def _pooled(first, second, pair, mask, TASK: tl.constexpr):
     """Pairs of a group's values before they are normalised."""
-    x, y = _pairs_of(second, pair, mask)
+    x, y = _pairs_of(second, pair, mask, TASK)
     if TASK.ratio == 2:
         PATHS: tl.constexpr = TASK.paths
-        first_x, first_y = _pairs_of(first, pair, mask)
-        score_x, score_y = _pairs_of(second + DIM, pair, mask)
-        first_score_x, first_score_y = _pairs_of(first + DIM, pair, mask)
+        first_x, first_y = _pairs_of(first, pair, mask, TASK)
+        score_x, score_y = _pairs_of(second + DIM, pair, mask, TASK)
+        first_score_x, first_score_y = _pairs_of(first + DIM, pair, mask, TASK)
         first_weight, weight = softmax_of_two(first_score_x, score_x, PATHS)
         x = first_x * first_weight + x * weight
         first_weight, weight = softmax_of_two(first_score_y, score_y, PATHS)
@@ -281,9 +321,11 @@ def _store_region(
     """Encode a region of a latent's record, and store it; ``words`` is the whole row."""
     STORE: tl.constexpr = TASK.store
     REGION: tl.constexpr = STORE.regions[INDEX]
-    if INDEX == 0 and TASK.whole:
-        group, pair = _tile(TASK)
-        inside = (group < REGION.groups)[:, :, None] & (pair < REGION.all_pairs)
+    if TASK.whole or (INDEX == 0 and TASK.lines * REGION.pairs == DIM // 2):
+        group, at_row = _tile(TASK)
+        group = group - REGION.first // (2 * TASK.pairs)
+        pair = at_row - REGION.first // 2
+        inside = (pair >= 0) & (pair < REGION.all_pairs)
         part = words
     else:
         group = tl.arange(0, REGION.groups_padded)[None, :]
@@ -296,7 +338,10 @@ def _store_region(
     at_row = pair + REGION.first // 2
     if REGION.scale == "e8m0" or REGION.scale == "e4m3":
         values, byte = encode_group_pairs(x, y, at_row, inside, target.cos_sin, at, REGION, STORE)
-        tl.store(scales_at + REGION.first_scale + group, byte.to(tl.uint8), mask=group < REGION.groups)
+        scales = scales_at + REGION.first_scale + group
+        if TASK.whole:
+            scales = tl.max_contiguous(scales, [1, 1])  # byte by byte they need no exchange between threads
+        tl.store(scales, byte.to(tl.uint8), mask=(group >= 0) & (group < REGION.groups))
     else:
         values = encode_plain_pairs(x, y, at_row, inside, target.cos_sin, at, reciprocal, REGION, STORE)
     store_values(values_at + REGION.value_offset, pair, values, inside, REGION, STORE)
@@ -325,6 +370,8 @@ def _store_record(words, first, second, factor, weight, position, slot, target, 
 @triton.jit
 def _make_latent(first, second, token, position, weight, eps, out, target, TASK: tl.constexpr):
     """The latent of a group whose rows are ``first`` and ``second``: where it is asked for."""
+    if target.cache is not None:
+        slot = tl.load(target.slots + token * target.slot_stride)
     _group, pair = _tile(TASK)
     x, y = _pooled(first, second, pair, None, TASK)
     mean = tl.reshape(_sum_of_squares(x, y), [1, 1, 1]) * (1.0 / DIM)
@@ -340,7 +387,6 @@ def _make_latent(first, second, token, position, weight, eps, out, target, TASK:
             tl.store(halves, latent.to(tl.int16))
             tl.store(halves + 1, (latent >> 16).to(tl.int16))
     if target.cache is not None:
-        slot = tl.load(target.slots + token * target.slot_stride)
         stored = (slot >= 0) & (slot < target.num_slots) & (position >= 0)
         if target.cos_sin is not None:
             stored = stored & (position < target.max_position)
@@ -362,55 +408,141 @@ def _save_row(row, slot, ring, TASK: tl.constexpr):
 
 
 @triton.jit
-def _take_token(
-    token, rows, positions, slots, requests, ring, previous, weight, out, target, eps, tokens, num_requests,
-    TASK: tl.constexpr,
+def _standing(
+    token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK: tl.constexpr
 ):  # fmt: skip
-    """Everything that has to be done for a token, at ratio 2."""
-    slot = tl.load(slots.ptr + token * slots.stride)
-    position = tl.load(positions.ptr + token * positions.stride)
-    request = tl.load(requests.of_token + token * requests.of_token_stride).to(tl.int64)
-    known_request = (request >= 0) & (request < num_requests)
-    request = tl.where(known_request, request, 0)
+    """What has to be done for a token, or for each of [tokens]."""
+    given = token < tokens
+    slot = tl.load(slots.ptr + token * slots.stride, mask=given, other=-1)
+    position = tl.load(positions.ptr + token * positions.stride, mask=given, other=-1)
+    named = tl.load(requests.of_token + token * requests.of_token_stride, mask=given, other=-1)
+    known_request = (named >= 0) & (named < num_requests)
+    request = tl.where(known_request, named, 0).to(tl.int64)
     begin = tl.maximum(tl.load(requests.starts + request * requests.starts_stride).to(tl.int64), 0)
     end = tl.load(requests.starts + (request + 1) * requests.starts_stride).to(tl.int64)
     end = tl.minimum(end, tokens)
     inside = known_request & (begin <= token) & (token < end)
     begin = tl.minimum(begin, token)
-    first_slot = tl.load(slots.ptr + begin * slots.stride)
-    first_position = tl.load(positions.ptr + begin * positions.stride)
-    first_request = tl.load(requests.of_token + begin * requests.of_token_stride)
+    late = token >= end - TASK.capacity
+    # A chunk's first token is asked after by few others, which do not make the rest wait.
+    asks = inside & (begin < token) & ((token - begin <= 1) | late)
+    first_slot = tl.load(slots.ptr + begin * slots.stride, mask=asks, other=slot)
+    first_position = tl.load(positions.ptr + begin * positions.stride, mask=asks, other=position)
+    first_request = tl.load(requests.of_token + begin * requests.of_token_stride, mask=asks, other=named)
     # The slot of the ring row that the chunk's first token reads; -1 if it reads none.
     reads = (first_position > 0) & (first_position % 2 == 1) & (first_slot >= 0) & (first_slot < ring.slots)
-    reads = reads & (first_request == request)
+    reads = reads & (first_request == named)
     kept = first_slot // TASK.capacity * TASK.capacity + (first_position - 1) % TASK.capacity
     kept = tl.where(reads, kept, -1)
-    row = _row(rows.ptr + token * rows.stride, TASK)
     closes = (position > 0) & (position % 2 == 1) & (slot >= 0) & ((token - begin > 1) | (first_slot >= 0))
-    if inside & closes:
-        before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
-        known = (token > begin) | reads
-        if token == begin:
-            if reads:
-                before = _address(_ring_row(kept, ring, TASK), TASK)
-            if TASK.previous:
-                index = tl.load(previous.indices + request * previous.indices_stride).to(tl.int64)
-                if index >= 0:
-                    before = _address(previous.ptr + index * previous.stride, TASK)
-                    known = index < previous.rows
-        if known:
-            first = _row(before.to(tl.pointer_type(tl.float32)) if TASK.addresses else before, TASK)
-            _make_latent(first, row, token, position, weight, eps, out, target, TASK)
-    if not TASK.previous:
-        saved = inside & (slot >= 0) & (slot < ring.slots) & (first_slot >= 0) & (token >= end - TASK.capacity)
-        if saved & (slot != kept):
-            _save_row(row, slot, ring, TASK)
-        last = begin + (end - begin) // TASK.capacity * TASK.capacity - 1
-        if inside & reads & (token == begin) & (last >= begin):
-            last_request = tl.load(requests.of_token + last * requests.of_token_stride)
-            if (tl.load(slots.ptr + last * slots.stride) == kept) & (last_request == request):
-                tl.debug_barrier()  # every thread has read what was there
-                _save_row(_row(rows.ptr + last * rows.stride, TASK), kept, ring, TASK)
+    begins = inside & (token == begin)
+    known = (token > begin) | reads
+    rank_row = begin * 0 - 1
+    if TASK.previous:
+        at = previous.indices + request * previous.indices_stride
+        rank_row = tl.load(at, mask=begins & closes, other=-1).to(tl.int64)
+        known = tl.where(rank_row >= 0, rank_row < previous.rows, known)
+    saved = inside & (slot >= 0) & (slot < ring.slots) & (first_slot >= 0) & late & (slot != kept)
+    return Standing(inside & closes & known, begins, saved, begins & reads, slot, kept, rank_row, begin, end, named)
+
+
+@triton.jit
+def _first_row(standing, before, ring, previous, TASK: tl.constexpr):
+    """The address of the row before that of a chunk's first token."""
+    if standing.kept >= 0:
+        before = _address(_ring_row(standing.kept, ring, TASK), TASK)
+    if TASK.previous:
+        if standing.rank_row >= 0:
+            before = _address(previous.ptr + standing.rank_row * previous.stride, TASK)
+    return before
+
+
+@triton.jit
+def _save_rows(standing, token, rows, slots, requests, ring, TASK: tl.constexpr):
+    """Save a token's row, and that which goes where a chunk's first token has read."""
+    if standing.saved:
+        _save_row(_row(rows.ptr + token * rows.stride, TASK), standing.slot, ring, TASK)
+    begin, end = standing.begin, standing.end
+    last = begin + (end - begin) // TASK.capacity * TASK.capacity - 1
+    if standing.rest & (last >= begin):
+        last_request = tl.load(requests.of_token + last * requests.of_token_stride)
+        if (tl.load(slots.ptr + last * slots.stride) == standing.kept) & (last_request == standing.request):
+            tl.debug_barrier()  # every thread has read what was there
+            _save_row(_row(rows.ptr + last * rows.stride, TASK), standing.kept, ring, TASK)
+
+
+@triton.jit
+def _ask_for(program, rows, tokens, TASK: tl.constexpr, TOKENS: tl.constexpr):
+    """Have the rows that later programs read brought into the L2 cache. What is there already costs nothing."""
+    line = tl.arange(0, TOKENS * (TASK.ratio * 16))
+    token = program + TASK.ahead + line // (TASK.ratio * 16)
+    token = tl.minimum(token, tokens - 1)
+    at = rows.ptr + token * rows.stride + line % (TASK.ratio * 16) * 32
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _flags(which):
+    """One bit for each of [tokens]."""
+    return tl.sum(which.to(tl.int32) << tl.arange(0, which.shape[0]), 0)
+
+
+@triton.jit
+def _make_here(before, token, rows, positions, weight, eps, out, target, TASK: tl.constexpr):
+    first = _row(before.to(tl.pointer_type(tl.float32)) if TASK.addresses else before, TASK)
+    position = tl.load(positions.ptr + token * positions.stride)
+    row = _row(rows.ptr + token * rows.stride, TASK)
+    _make_latent(first, row, token, position, weight, eps, out, target, TASK)
+
+
+@triton.jit
+def _take_tokens(
+    program, rows, positions, slots, requests, ring, previous, weight, out, target, eps, tokens, num_requests,
+    TASK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Everything that has to be done for TOKENS tokens, at ratio 2."""
+    if not TASK.together:
+        for i in range(TOKENS):
+            token = program + i
+            mine = _standing(token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+            if mine.makes:
+                before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
+                if mine.begins:
+                    before = _first_row(mine, before, ring, previous, TASK)
+                _make_here(before, token, rows, positions, weight, eps, out, target, TASK)
+            if not TASK.previous:
+                _save_rows(mine, token, rows, slots, requests, ring, TASK)
+    elif TOKENS == 1:
+        token = program
+        mine = _standing(token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+        if mine.makes:
+            before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
+            if mine.begins:
+                before = _first_row(mine, before, ring, previous, TASK)
+            _make_here(before, token, rows, positions, weight, eps, out, target, TASK)
+        if not TASK.previous:
+            _save_rows(mine, token, rows, slots, requests, ring, TASK)
+    else:
+        # What has to be done is found out for all at once, and is then one bit each. Of the few tokens at the ends of
+        # chunks all else is found out again: kept, it would take the others' registers.
+        index = tl.arange(0, 32)
+        token = tl.where(index < TOKENS, program + index, tokens)
+        all = _standing(token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+        make, begin, save = _flags(all.makes), _flags(all.makes & all.begins), _flags(all.saved | all.rest)
+        for i in range(TOKENS):
+            here = program + i
+            if (make >> i) & 1 != 0:
+                before = _address(rows.ptr + tl.maximum(here - 1, 0) * rows.stride, TASK)
+                if (begin >> i) & 1 != 0:
+                    first = _standing(here, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+                    before = _first_row(first, before, ring, previous, TASK)
+                _make_here(before, here, rows, positions, weight, eps, out, target, TASK)
+            if not TASK.previous:
+                if (save >> i) & 1 != 0:
+                    mine = _standing(here, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+                    _save_rows(mine, here, rows, slots, requests, ring, TASK)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_requests"])
@@ -419,15 +551,17 @@ def compress_kernel(
     TASK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64) * TOKENS
-    for i in range(TOKENS):
-        token = program + i
-        if token < tokens:
-            if TASK.ratio == 2:
-                _take_token(
-                    token, rows, positions, slots, requests, ring, previous, weight, out, target, eps, tokens,
-                    num_requests, TASK,
-                )  # fmt: skip
-            else:
+    if TASK.ahead > 0 and TASK.paths.pairs != "none":
+        _ask_for(program, rows, tokens, TASK, TOKENS)
+    if TASK.ratio == 2:
+        _take_tokens(
+            program, rows, positions, slots, requests, ring, previous, weight, out, target, eps, tokens, num_requests,
+            TASK, TOKENS,
+        )  # fmt: skip
+    else:
+        for i in range(TOKENS):
+            token = program + i
+            if token < tokens:
                 slot = tl.load(slots.ptr + token * slots.stride)
                 if slot >= 0:
                     position = tl.load(positions.ptr + token * positions.stride)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,6 +29,7 @@ from mxkv.backends.triton_gpu.config import (
     compress_default,
 )
 from mxkv.backends.triton_gpu.launch import Launch
+from mxkv.backends.triton_gpu.regions import Region
 from mxkv.backends.triton_gpu.tasks import store_task
 from mxkv.contracts import (
     COMPRESS_DIM,
@@ -55,6 +57,15 @@ _NO_PREVIOUS = Previous(None, 0, 0, None, 0)
 _NO_TARGET = Target(None, 0, 0, None, 0, None, 0, 0, None)
 
 
+def _merged(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """With the groups that RoPE rotates among the others."""
+    first, second = regions[0], regions[1] if len(regions) > 1 else None
+    if second is None or (second.element, second.scale) != (first.element, first.scale):
+        return regions
+    both = dataclasses.replace(first, groups=first.groups + second.groups, size=first.size + second.size)
+    return both, *regions[2:]
+
+
 class _Compression(Launch):
     """What the launches have in common."""
 
@@ -66,7 +77,7 @@ class _Compression(Launch):
 
     def options(self, config: CompressConfig) -> dict[str, Any]:
         """The compiler's options."""
-        options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+        options: dict[str, Any] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
         if self.target.vendor == "nvidia" and config.most_registers < _ALL_REGISTERS:
             options["maxnreg"] = config.most_registers
         return options
@@ -76,9 +87,9 @@ class _Compression(Launch):
             return _NO_RING
         return Ring(ring, self.rings.block_stride, self.rings.num_slots)
 
-    def task(self, aligned: bool, words_out: bool, cache_at: int) -> CompressTask:
+    def task(self, aligned: bool, words_out: bool, cache_at: int, config: CompressConfig) -> CompressTask:
         """The kernel's constants for tensors of which the alignment is given."""
-        key = aligned, words_out, cache_at
+        key = aligned, words_out, cache_at, config
         found = self.tasks.get(key)
         if found is None:
             spec, store, pairs, whole = self.spec, None, _LINE, False
@@ -87,9 +98,12 @@ class _Compression(Launch):
                 wanted = store.regions[0].pairs
                 whole = wanted & (wanted - 1) == 0 and wanted <= _PAIRS
                 pairs = wanted if whole else _LINE
+                whole = whole and config.merged
+                if whole:
+                    store = dataclasses.replace(store, regions=_merged(store.regions))
             found = self.tasks[key] = CompressTask(
                 self.ratio, self.rings.block_size, self.rings.value_stride, self.previous, _PAIRS // pairs, pairs,
-                whole, aligned, words_out, store, self.paths,
+                whole, aligned, words_out, store, self.paths, config.together, config.hint, config.ahead,
             )  # fmt: skip
         return found
 
@@ -111,7 +125,7 @@ class _Compression(Launch):
                 self.ring(floats) if pooled else _NO_RING,
                 Previous(floats, RING_DIM, _ANY_COUNT, index, 1) if self.previous else _NO_PREVIOUS,
                 halves, Rows(halves, COMPRESS_DIM) if asked else _NOTHING, self.target_for_compiling(floats, index),
-                1e-6, 1, 1, self.task(True, True, 0), config.block_tokens, grid=(1,), **self.options(config),
+                1e-6, 1, 1, self.task(True, True, 0, config), config.block_tokens, grid=(1,), **self.options(config),
             )  # fmt: skip
 
     def launch(
@@ -145,7 +159,7 @@ class _Compression(Launch):
                 Rows(packed.rows, row_stride),
                 Rows(packed.positions, packed.positions.stride(0)), Rows(packed.slots, packed.slots.stride(0)),
                 requests, ring, previous, weight, _NOTHING if out is None else Rows(out, out.stride(0)), target,
-                packed.eps, tokens, num_requests, self.task(aligned, words_out, cache_at), config.block_tokens,
+                packed.eps, tokens, num_requests, self.task(aligned, words_out, cache_at, config), config.block_tokens,
                 **self.options(config),
             )  # fmt: skip
 
@@ -229,7 +243,7 @@ class SaveRingLaunch(_Compression):
         with self.guard():
             save_kernel[(-(-tokens // config.block_tokens),)](
                 Rows(rows, rows.stride(0)), Rows(slots, slots.stride(0)), self.ring(ring), tokens,
-                self.task(aligned, True, 0), config.block_tokens, **self.options(config),
+                self.task(aligned, True, 0, config), config.block_tokens, **self.options(config),
             )  # fmt: skip
 
     def compile(self, config: CompressConfig) -> None:
@@ -238,7 +252,7 @@ class SaveRingLaunch(_Compression):
         index = torch.empty(1, dtype=torch.int64, device=self.spec.device)
         with self.guard():
             save_kernel.warmup(
-                Rows(floats, RING_DIM), Rows(index, 1), self.ring(floats), 1, self.task(True, True, 0),
+                Rows(floats, RING_DIM), Rows(index, 1), self.ring(floats), 1, self.task(True, True, 0, config),
                 config.block_tokens, grid=(1,), **self.options(config),
             )  # fmt: skip
 

@@ -164,16 +164,26 @@ def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, c
 
 @dataclasses.dataclass(frozen=True)
 class CompressConfig:
-    """How a compression is launched. A program has one warp: a token's values then need no exchange between warps.
+    """How a compression is launched. With one warp a program's values need no exchange between warps.
 
     Attributes:
         block_tokens: Tokens that a program takes, one after another.
         most_registers: Registers of a thread, so that more programs fit a multiprocessor; 255 limits nothing (and so
             does any number on AMD).
+        num_warps: Warps of a program, a power of two.
+        merged: Whether a record's regions are encoded from one tile.
+        together: Whether what has to be done is found out for all tokens of a program at once.
+        hint: How the caches treat rows: "", "first" (evicted first) or "cg" (past the L1 cache).
+        ahead: How many tokens later ones are whose rows a program asks for; 0 asks for none.
     """
 
     block_tokens: int
     most_registers: int = 255
+    num_warps: int = 1
+    merged: bool = True
+    together: bool = True
+    hint: str = ""
+    ahead: int = 0
 
 
 Compression = CompressSpec | CompressStoreSpec | SaveRingSpec
