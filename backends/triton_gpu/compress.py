@@ -171,6 +171,8 @@ class CompressTask:
         hint: How the caches treat rows: "", "first" (evicted first) or "cg" (past the L1 cache).
         ahead: How many tokens later ones are whose rows a program asks for, so that they are in the L2 cache in time;
             0 asks for none.
+        early: Whether weights and cosines are loaded before rows are.
+        eager: Whether rows are loaded before it is known what for.
     """
 
     ratio: int
@@ -187,6 +189,8 @@ class CompressTask:
     together: bool
     hint: str
     ahead: int
+    early: bool
+    eager: bool
 
     @property
     def addresses(self) -> bool:
@@ -273,18 +277,26 @@ def _reciprocal(x, PATHS: tl.constexpr):
 
 
 @triton.jit
-def _pooled(first, second, pair, mask, TASK: tl.constexpr):
-    """Pairs of a group's values before they are normalised."""
-    x, y = _pairs_of(second, pair, mask, TASK)
+def _read(row, pair, mask, TASK: tl.constexpr):
+    """Pairs of a row's values and, at ratio 2, of its scores."""
+    x, y = _pairs_of(row, pair, mask, TASK)
+    if TASK.ratio == 2:
+        score_x, score_y = _pairs_of(row + DIM, pair, mask, TASK)
+        return x, y, score_x, score_y
+    else:
+        return x, y, x, y
+
+
+@triton.jit
+def _pooled(first, second, TASK: tl.constexpr):
+    """Pairs of a group's values before they are normalised, from its rows as they were read."""
+    x, y = second[0], second[1]
     if TASK.ratio == 2:
         PATHS: tl.constexpr = TASK.paths
-        first_x, first_y = _pairs_of(first, pair, mask, TASK)
-        score_x, score_y = _pairs_of(second + DIM, pair, mask, TASK)
-        first_score_x, first_score_y = _pairs_of(first + DIM, pair, mask, TASK)
-        first_weight, weight = softmax_of_two(first_score_x, score_x, PATHS)
-        x = first_x * first_weight + x * weight
-        first_weight, weight = softmax_of_two(first_score_y, score_y, PATHS)
-        y = first_y * first_weight + y * weight
+        first_weight, weight = softmax_of_two(first[2], second[2], PATHS)
+        x = first[0] * first_weight + x * weight
+        first_weight, weight = softmax_of_two(first[3], second[3], PATHS)
+        y = first[1] * first_weight + y * weight
     return x, y
 
 
@@ -296,26 +308,25 @@ def _halves(values):
 
 @triton.jit
 def _sum_of_squares(x, y):
-    """[1, lines, pairs] twice to [1]; :func:`mxkv.numerics.sum_of_squares`. Sums of two have no order to choose."""
+    """[1, lines, pairs] twice to a number; :func:`mxkv.numerics.sum_of_squares`. Sums of two have no order to choose."""
     squares = tl.reshape(x * x + y * y, [DIM // 2])
     squares = _halves(_halves(squares))
     squares = tl.sum(tl.reshape(squares, [DIM // 16, 2]), 1)
-    return _halves(_halves(_halves(_halves(_halves(squares)))))
+    return tl.sum(_halves(_halves(_halves(_halves(squares)))), 0)
 
 
 @triton.jit
-def _normalised(x, y, factor, weight, pair, mask, TASK: tl.constexpr):
+def _normalised(x, y, factor, weights, TASK: tl.constexpr):
     """Pairs of the latent's bf16, the even one in the low half."""
     PATHS: tl.constexpr = TASK.paths
-    words = tl.load(weight.to(tl.pointer_type(tl.int32)) + pair, mask=mask)
-    x = x * factor * codec.float_of(words << 16)
-    y = y * factor * codec.float_of(words & -65536)
+    x = x * factor * codec.float_of(weights << 16)
+    y = y * factor * codec.float_of(weights & -65536)
     return codec.bf16_pair(x, y, PATHS)
 
 
 @triton.jit
 def _store_region(
-    words, first, second, factor, weight, target, at, values_at, scales_at, reciprocal,
+    words, first, second, factor, weight, turned, cos, sin, target, at, values_at, scales_at, reciprocal,
     INDEX: tl.constexpr, TASK: tl.constexpr,
 ):  # fmt: skip
     """Encode a region of a latent's record, and store it; ``words`` is the whole row."""
@@ -332,9 +343,16 @@ def _store_region(
         inner = tl.arange(0, REGION.pairs_padded)[None, None, :]
         pair = group[:, :, None] * REGION.pairs + inner
         inside = (group < REGION.groups)[:, :, None] & (inner < REGION.pairs) & (pair < REGION.all_pairs)
-        x, y = _pooled(first, second, pair + REGION.first // 2, inside, TASK)
-        part = _normalised(x, y, factor, weight, pair + REGION.first // 2, inside, TASK)
+        at_row = pair + REGION.first // 2
+        if TASK.ratio == 2:
+            x, y = _pooled(_read(first, at_row, inside, TASK), _read(second, at_row, inside, TASK), TASK)
+        else:
+            x, y = _pairs_of(second, at_row, inside, TASK)
+        weights = tl.load(weight.to(tl.pointer_type(tl.int32)) + at_row, mask=inside)
+        part = _normalised(x, y, factor, weights, TASK)
     x, y = codec.float_of(part << 16), codec.float_of(part & -65536)
+    if TASK.early and target.cos_sin is not None:
+        x, y = tl.where(turned, x * cos - y * sin, x), tl.where(turned, y * cos + x * sin, y)
     at_row = pair + REGION.first // 2
     if REGION.scale == "e8m0" or REGION.scale == "e4m3":
         values, byte = encode_group_pairs(x, y, at_row, inside, target.cos_sin, at, REGION, STORE)
@@ -348,7 +366,9 @@ def _store_region(
 
 
 @triton.jit
-def _store_record(words, first, second, factor, weight, position, slot, target, TASK: tl.constexpr):
+def _store_record(
+    words, first, second, factor, weight, turned, cos, sin, position, slot, target, TASK: tl.constexpr
+):  # fmt: skip
     """Store a latent in its slot of the cache."""
     STORE: tl.constexpr = TASK.store
     page, place = addressing.place_of(slot, target.block_stride, STORE)
@@ -362,21 +382,45 @@ def _store_record(words, first, second, factor, weight, position, slot, target, 
     if target.scale is not None:
         reciprocal = tl.math.div_rn(reciprocal, tl.load(target.scale + tl.arange(0, 1))[:, None, None])
     for index in tl.static_range(tl.constexpr(TASK.regions)):
-        _store_region(words, first, second, factor, weight, target, at, values_at, scales_at, reciprocal, index, TASK)
+        _store_region(
+            words, first, second, factor, weight, turned, cos, sin, target, at, values_at, scales_at, reciprocal, index,
+            TASK,
+        )  # fmt: skip
     for extra in tl.static_range(tl.constexpr(STORE.pad_scales)):
         tl.store(scales_at + STORE.num_scales + extra, tl.zeros([], tl.uint8))
 
 
 @triton.jit
-def _make_latent(first, second, token, position, weight, eps, out, target, TASK: tl.constexpr):
-    """The latent of a group whose rows are ``first`` and ``second``: where it is asked for."""
+def _make_latent(first, second, early, token, position, weight, eps, out, target, TASK: tl.constexpr):
+    """The latent of a group whose rows are at ``first`` and ``second``: where it is asked for."""
+    _group, pair = _tile(TASK)
+    weights, turned, cos, sin, slot = pair, pair >= 0, pair, pair, position
+    stored = position >= 0
     if target.cache is not None:
         slot = tl.load(target.slots + token * target.slot_stride)
-    _group, pair = _tile(TASK)
-    x, y = _pooled(first, second, pair, None, TASK)
-    mean = tl.reshape(_sum_of_squares(x, y), [1, 1, 1]) * (1.0 / DIM)
-    factor = tl.math.div_rn(tl.full([1, 1, 1], 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))
-    words = _normalised(x, y, factor, weight, pair, None, TASK)
+        stored = stored & (slot >= 0) & (slot < target.num_slots)
+        if target.cos_sin is not None:
+            stored = stored & (position < target.max_position)
+    if TASK.early:
+        weights = tl.load(weight.to(tl.pointer_type(tl.int32)) + pair)
+        if target.cos_sin is not None:
+            angle = pair - (DIM - 64) // 2
+            turned = angle >= 0
+            at = (position - position % TASK.ratio).to(tl.int64) * target.table_stride
+            cos = tl.load(target.cos_sin + at + angle, mask=turned & stored, other=1.0).to(tl.float32)
+            sin = tl.load(target.cos_sin + at + angle + 32, mask=turned & stored, other=0.0).to(tl.float32)
+    if early is None:
+        if TASK.ratio == 2:
+            x, y = _pooled(_read(first, pair, None, TASK), _read(second, pair, None, TASK), TASK)
+        else:
+            x, y = _pairs_of(second, pair, None, TASK)
+    else:
+        x, y = _pooled(early[0], early[1], TASK)
+    # A number, not a tile of one: from that the compiler would take the others' layout.
+    factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(_sum_of_squares(x, y) * (1.0 / DIM) + eps))
+    if not TASK.early:
+        weights = tl.load(weight.to(tl.pointer_type(tl.int32)) + pair)
+    words = _normalised(x, y, factor, weights, TASK)
     if out.ptr is not None:
         row = out.ptr + token * out.stride
         latent = codec.canonical_bf16(words)
@@ -387,11 +431,8 @@ def _make_latent(first, second, token, position, weight, eps, out, target, TASK:
             tl.store(halves, latent.to(tl.int16))
             tl.store(halves + 1, (latent >> 16).to(tl.int16))
     if target.cache is not None:
-        stored = (slot >= 0) & (slot < target.num_slots) & (position >= 0)
-        if target.cos_sin is not None:
-            stored = stored & (position < target.max_position)
         if stored:
-            _store_record(words, first, second, factor, weight, position, slot, target, TASK)
+            _store_record(words, first, second, factor, weight, turned, cos, sin, position, slot, target, TASK)
 
 
 @triton.jit
@@ -490,11 +531,11 @@ def _flags(which):
 
 
 @triton.jit
-def _make_here(before, token, rows, positions, weight, eps, out, target, TASK: tl.constexpr):
+def _make_here(before, early, token, rows, positions, weight, eps, out, target, TASK: tl.constexpr):
     first = _row(before.to(tl.pointer_type(tl.float32)) if TASK.addresses else before, TASK)
     position = tl.load(positions.ptr + token * positions.stride)
     row = _row(rows.ptr + token * rows.stride, TASK)
-    _make_latent(first, row, token, position, weight, eps, out, target, TASK)
+    _make_latent(first, row, early, token, position, weight, eps, out, target, TASK)
 
 
 @triton.jit
@@ -511,17 +552,27 @@ def _take_tokens(
                 before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
                 if mine.begins:
                     before = _first_row(mine, before, ring, previous, TASK)
-                _make_here(before, token, rows, positions, weight, eps, out, target, TASK)
+                _make_here(before, None, token, rows, positions, weight, eps, out, target, TASK)
             if not TASK.previous:
                 _save_rows(mine, token, rows, slots, requests, ring, TASK)
     elif TOKENS == 1:
         token = program
+        if TASK.eager:
+            _group, pair = _tile(TASK)
+            second = _read(_row(rows.ptr + token * rows.stride, TASK), pair, None, TASK)
+            first = _read(_row(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK), pair, None, TASK)
         mine = _standing(token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
         if mine.makes:
             before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
             if mine.begins:
                 before = _first_row(mine, before, ring, previous, TASK)
-            _make_here(before, token, rows, positions, weight, eps, out, target, TASK)
+                if TASK.eager:
+                    at = _row(before.to(tl.pointer_type(tl.float32)) if TASK.addresses else before, TASK)
+                    first = _read(at, pair, None, TASK)
+            if TASK.eager:
+                _make_here(before, (first, second), token, rows, positions, weight, eps, out, target, TASK)
+            else:
+                _make_here(before, None, token, rows, positions, weight, eps, out, target, TASK)
         if not TASK.previous:
             _save_rows(mine, token, rows, slots, requests, ring, TASK)
     else:
@@ -538,7 +589,7 @@ def _take_tokens(
                 if (begin >> i) & 1 != 0:
                     first = _standing(here, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
                     before = _first_row(first, before, ring, previous, TASK)
-                _make_here(before, here, rows, positions, weight, eps, out, target, TASK)
+                _make_here(before, None, here, rows, positions, weight, eps, out, target, TASK)
             if not TASK.previous:
                 if (save >> i) & 1 != 0:
                     mine = _standing(here, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
@@ -566,7 +617,7 @@ def compress_kernel(
                 if slot >= 0:
                     position = tl.load(positions.ptr + token * positions.stride)
                     row = _row(rows.ptr + token * rows.stride, TASK)
-                    _make_latent(row, row, token, position, weight, eps, out, target, TASK)
+                    _make_latent(row, row, None, token, position, weight, eps, out, target, TASK)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -92,18 +92,23 @@ class _Compression(Launch):
         key = aligned, words_out, cache_at, config
         found = self.tasks.get(key)
         if found is None:
-            spec, store, pairs, whole = self.spec, None, _LINE, False
+            spec, store, pairs, whole, early = self.spec, None, _LINE, False, config.early
             if isinstance(spec, CompressStoreSpec):
                 store = store_task(spec.stored, self.paths, _WIDEST_ACCESS, cache_at, True)
                 wanted = store.regions[0].pairs
                 whole = wanted & (wanted - 1) == 0 and wanted <= _PAIRS
                 pairs = wanted if whole else _LINE
                 whole = whole and config.merged
+                early = config.early and whole
                 if whole:
                     store = dataclasses.replace(store, regions=_merged(store.regions))
+                if early and spec.rotate:
+                    turned = tuple(dataclasses.replace(region, rotated=COMPRESS_DIM) for region in store.regions)
+                    store = dataclasses.replace(store, regions=turned)
             found = self.tasks[key] = CompressTask(
                 self.ratio, self.rings.block_size, self.rings.value_stride, self.previous, _PAIRS // pairs, pairs,
-                whole, aligned, words_out, store, self.paths, config.together, config.hint, config.ahead,
+                whole, aligned, words_out, store, self.paths, config.together, config.hint, config.ahead, early,
+                config.eager,
             )  # fmt: skip
         return found
 

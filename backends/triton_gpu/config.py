@@ -175,6 +175,8 @@ class CompressConfig:
         together: Whether what has to be done is found out for all tokens of a program at once.
         hint: How the caches treat rows: "", "first" (evicted first) or "cg" (past the L1 cache).
         ahead: How many tokens later ones are whose rows a program asks for; 0 asks for none.
+        early: Whether weights and cosines are loaded before rows are.
+        eager: Whether rows are loaded before it is known what for.
     """
 
     block_tokens: int
@@ -184,6 +186,8 @@ class CompressConfig:
     together: bool = True
     hint: str = ""
     ahead: int = 0
+    early: bool = False
+    eager: bool = False
 
 
 Compression = CompressSpec | CompressStoreSpec | SaveRingSpec
