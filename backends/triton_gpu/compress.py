@@ -308,7 +308,7 @@ def _halves(values):
 
 @triton.jit
 def _sum_of_squares(x, y):
-    """[1, lines, pairs] twice to a number; :func:`mxkv.numerics.sum_of_squares`. Sums of two have no order to choose."""
+    """A number from [1, lines, pairs] twice; :func:`mxkv.numerics.sum_of_squares`. Sums of two need no order."""
     squares = tl.reshape(x * x + y * y, [DIM // 2])
     squares = _halves(_halves(squares))
     squares = tl.sum(tl.reshape(squares, [DIM // 16, 2]), 1)
@@ -587,7 +587,9 @@ def _take_tokens(
             if (make >> i) & 1 != 0:
                 before = _address(rows.ptr + tl.maximum(here - 1, 0) * rows.stride, TASK)
                 if (begin >> i) & 1 != 0:
-                    first = _standing(here, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+                    first = _standing(
+                        here, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK
+                    )
                     before = _first_row(first, before, ring, previous, TASK)
                 _make_here(before, None, here, rows, positions, weight, eps, out, target, TASK)
             if not TASK.previous:
