@@ -1,7 +1,7 @@
 """compress_norm, compress_store and save_ring_rows on a GPU against the copy ceiling: medians, bytes, fractions.
 
     python benchmarks/bench_compress_gpu.py --out DIR            the table
-    python benchmarks/bench_compress_gpu.py --out DIR --sweep    also times launch configurations
+    python benchmarks/bench_compress_gpu.py --out DIR --sweep    also times configurations (--only-sweep: only them)
     python benchmarks/bench_compress_gpu.py --check              only compares with the torch backend
     python benchmarks/bench_compress_gpu.py --once mxfp8         a few launches, for a profiler ("norm": compress_norm)
 
@@ -430,6 +430,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"), help="where JSON and tables go")
     parser.add_argument("--sweep", action="store_true", help="time every launch configuration first")
+    parser.add_argument("--only-sweep", action="store_true", help="and nothing after it")
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
     parser.add_argument("--check", action="store_true", help="compare with the torch backend and stop")
     parser.add_argument("--once", metavar="FORMAT", help="launch one format's kernel a few times and stop")
@@ -445,7 +446,12 @@ def main() -> int:
     ceiling = copy_ceiling()
     where = environment(ceiling, dim=DIM, block_size=BLOCK_SIZE, samples=SAMPLES)
     print(f"copy {ceiling / 1e12:.3f} TB/s", flush=True)
-    swept = sweep(ceiling, arguments.match) if arguments.sweep else []
+    swept = sweep(ceiling, arguments.match) if arguments.sweep or arguments.only_sweep else []
+    if arguments.only_sweep:
+        (arguments.out / "compress.json").write_text(
+            json.dumps({"environment": where, "sweep": swept}, indent=1) + "\n"
+        )
+        return 0
     shapes = []
     for shape in SHAPES:
         if arguments.match in shape.name:
