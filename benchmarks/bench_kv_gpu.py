@@ -2,46 +2,39 @@
 
     python benchmarks/bench_kv_gpu.py --out DIR            the tables
     python benchmarks/bench_kv_gpu.py --out DIR --sweep    also times launch configurations
+    python benchmarks/bench_kv_gpu.py --only stores        stores alone; or attends
     python benchmarks/bench_kv_gpu.py --check              only compares with the torch backend, many shapes
     python benchmarks/bench_kv_gpu.py --once NAME          a few launches, for a profiler
 
-How it measures: calls on tensors that together are larger than twice the L2 are captured in one CUDA graph; a sample is
-a replay's time over its calls; the median is reported, the merging of splits included. Two baselines attend in bf16:
-torch's scaled_dot_product_attention over contiguous tensors, and a plain kernel of one program for each query head and
-split.
+How it measures is the other GPU benchmarks': graph replays of calls on tensors that together are larger than twice the
+L2, medians, the merging of splits included. Two baselines attend in bf16: torch's scaled_dot_product_attention over
+contiguous tensors, and a plain kernel of one program for each query head and split.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
-import multiprocessing
-import platform
-import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from measuring import DEVICE, SAMPLES, copy_ceiling, environment, in_processes, repeated, replayed, sets_needed
 
 import mxkv
-from mxkv import devices, kv_checks
+from mxkv import kv_checks
 from mxkv.backends.triton_gpu import kv
 
-DEVICE = "cuda"
 HEADS, QUERY_HEADS, DIM, BLOCK_SIZE = 8, 32, 128, 64
 STORED = 65_536
-SAMPLES, WARM_REPLAYS, MOST_CALLS = 25, 3, 32
-MIB = 1 << 20
+SWEPT_SAMPLES = 9
 FORMATS = tuple(mxkv.KV_FORMATS)
 SIZES = ((64, 8192), (8, 32_768), (1, 32_768))  # sequences, tokens of each
 WANTED_ATTEND_US = {
@@ -53,49 +46,6 @@ WANTED_ATTEND_US = {
 WANTED_STORE_US = {"turboquant-4bit-nc": 120.0}
 WANTED_STORE_RATIO = {"turboquant-k8v4": 0.90}  # of a copy's bandwidth
 MOST_ERROR = 2.0**-6
-
-
-# How to time.
-
-
-def replayed(calls: Sequence[Callable[[], Any]], samples: int) -> tuple[float, list[float]]:
-    """Microseconds a call: the median over replays of a graph of all calls, and every sample, in order."""
-    for call in calls:  # compiles, outside of the capture
-        call()
-    torch.cuda.synchronize()
-    times = []
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        for call in calls:
-            call()
-        graph.capture_end()
-        for i in range(samples + WARM_REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if i >= WARM_REPLAYS:
-                times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    torch.cuda.synchronize()
-    times.sort()
-    return statistics.median(times), times
-
-
-def count_for(nbytes: int) -> int:
-    """How many calls on tensors of their own read more than twice the L2."""
-    l2 = max(devices.describe(torch.device(DEVICE, torch.cuda.current_device())).l2_bytes, 60 * MIB)
-    return min(MOST_CALLS, max(2, -(-2 * l2 // nbytes) + 1))
-
-
-def copy_ceiling() -> float:
-    """Bytes read and written by a copy, in TB/s."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    us, _ = replayed([lambda: target.copy_(source)], SAMPLES)
-    return 2 * source.nbytes / us / 1e6
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -137,7 +87,7 @@ class StoreCall:
 
 def store_calls(format: str, tokens: int, ordered: bool) -> list[StoreCall]:
     made: list[StoreCall] = []
-    while not made or len(made) < count_for(made[0].nbytes):
+    while not made or len(made) < sets_needed(made[0].nbytes):
         seed = len(made)
         slots = torch.arange(tokens, device=DEVICE) if ordered else torch.randperm(tokens, device=DEVICE)
         cache = mxkv.empty_kv_cache(format, tokens // BLOCK_SIZE, BLOCK_SIZE, HEADS, DIM, DEVICE)
@@ -156,7 +106,7 @@ def store_configs() -> list[kv.KVConfig]:
 
 def measure_store(format: str, tokens: int, ordered: bool, ceiling: float, sweep: bool) -> dict[str, Any]:
     calls = store_calls(format, tokens, ordered)
-    us, samples = replayed([call.run for call in calls], SAMPLES)
+    us, samples = replayed(repeated([call.run for call in calls]), SAMPLES)
     found: dict[str, Any] = {
         "name": f"store {format}, {tokens} tokens, {'ordered' if ordered else 'random'} slots", "format": format,
         "tokens": tokens, "ordered": ordered, "us": us, "p20": samples[len(samples) // 5],
@@ -171,7 +121,7 @@ def measure_store(format: str, tokens: int, ordered: bool, ceiling: float, sweep
             try:
                 calls[0].run(config)
                 right = torch.equal(calls[0].cache, oracle)
-                time_us = replayed([functools.partial(call.run, config) for call in calls], 7)[0]
+                time_us = replayed(repeated([functools.partial(call.run, config) for call in calls]), SWEPT_SAMPLES)[0]
             except Exception as failure:
                 print(f"  {config}: {type(failure).__name__}: {str(failure)[:150]}", flush=True)
                 continue
@@ -247,7 +197,7 @@ def pool_of(format: str, blocks: int) -> torch.Tensor:
 
 def attend_calls(shape: Shape) -> list[AttendCall]:
     each = shape.tokens // BLOCK_SIZE
-    count = count_for(shape.nbytes)
+    count = sets_needed(shape.nbytes)
     cache = pool_of(shape.format, count * shape.sequences * each)
     g = torch.Generator(DEVICE).manual_seed(1)
     order = torch.randperm(len(cache), device=DEVICE, generator=g).int().view(count, shape.sequences, each)
@@ -259,12 +209,28 @@ def attend_calls(shape: Shape) -> list[AttendCall]:
     return made
 
 
+def compile_config(job: tuple[str, kv.AttendKVConfig]) -> str:
+    """In a worker process: compile a configuration into Triton's cache. What went wrong."""
+    format, config = job
+    try:
+        small = mxkv.empty_kv_cache(format, 128, BLOCK_SIZE, HEADS, DIM, DEVICE).zero_()
+        sequences, tokens = SIZES[0]
+        blocks = torch.zeros(sequences, tokens // BLOCK_SIZE, device=DEVICE, dtype=torch.int32)
+        lengths = torch.full((sequences,), 3, device=DEVICE, dtype=torch.int32)
+        q = random(sequences, QUERY_HEADS, DIM)
+        AttendCall(Shape(*SIZES[0], format), q, small, blocks, lengths, torch.empty_like(q)).run(config)
+        torch.cuda.synchronize()
+    except Exception as failure:
+        return f"{type(failure).__name__}: {str(failure)[:200]}"
+    return ""
+
+
 def attend_configs() -> list[kv.AttendKVConfig]:
     """Configurations to compare: tokens of a tile, registers, programs."""
     return [
-        kv.AttendKVConfig(8, tokens, programs, warps, registers)
-        for tokens, (programs, registers), warps in itertools.product(
-            (32, 64, 16), ((16, 255), (16, 128), (12, 168), (8, 255), (32, 128)), (1, 2)
+        kv.AttendKVConfig(8, tokens, programs, 1, registers)
+        for tokens, (programs, registers) in itertools.product(
+            (32, 64, 16), ((16, 255), (16, 128), (12, 168), (8, 255), (32, 128), (24, 80))
         )
     ]
 
@@ -273,7 +239,7 @@ def measure_attend(shape: Shape, sweep: bool) -> dict[str, Any]:
     calls = attend_calls(shape)
     calls[0].run()
     error = calls[0].error()
-    us, samples = replayed([call.run for call in calls], SAMPLES)
+    us, samples = replayed(repeated([call.run for call in calls]), SAMPLES)
     found: dict[str, Any] = {
         "name": shape.name, "format": shape.format, "sequences": shape.sequences, "tokens": shape.tokens, "us": us,
         "p20": samples[len(samples) // 5], "p80": samples[-1 - len(samples) // 5], "tb_per_s": shape.nbytes / us / 1e6,
@@ -286,7 +252,7 @@ def measure_attend(shape: Shape, sweep: bool) -> dict[str, Any]:
             try:
                 calls[0].run(config)
                 right = calls[0].error() <= MOST_ERROR
-                time_us = replayed([functools.partial(call.run, config) for call in calls], 7)[0]
+                time_us = replayed(repeated([functools.partial(call.run, config) for call in calls]), SWEPT_SAMPLES)[0]
             except Exception as failure:
                 print(f"  {config}: {type(failure).__name__}: {str(failure)[:150]}", flush=True)
                 continue
@@ -302,13 +268,13 @@ def measure_sdpa(sequences: int, tokens: int) -> dict[str, Any]:
     """torch's attention over contiguous bf16 keys and values, grouped queries."""
     nbytes = 4 * sequences * tokens * HEADS * DIM
     calls = []
-    for i in range(min(2, count_for(nbytes))):
+    for i in range(min(2, sets_needed(nbytes))):
         key, value = (random(sequences, HEADS, tokens, DIM, seed=2 * i + j) for j in range(2))
         q = random(sequences, QUERY_HEADS, 1, DIM, seed=50 + i)
         calls.append(
             functools.partial(torch.nn.functional.scaled_dot_product_attention, q, key, value, enable_gqa=True)
         )
-    us, _ = replayed(calls, 9)
+    us, _ = replayed(repeated(calls, 4), SWEPT_SAMPLES)
     return {
         "name": f"torch SDPA bf16, {sequences} sequences of {tokens} tokens",
         "us": us,
@@ -358,7 +324,7 @@ def measure_plain(sequences: int, tokens: int, splits: int = 8) -> dict[str, Any
         weights = torch.softmax(logs * 0.6931471805599453, 1)
         return (weights[..., None] * partial).sum(1).to(q.dtype)
 
-    us, _ = replayed([run], 9)
+    us, _ = replayed(repeated([run], 4), SWEPT_SAMPLES)
     return {"name": f"plain Triton bf16, {sequences} sequences of {tokens} tokens", "us": us}
 
 
@@ -441,28 +407,15 @@ def checked(case: dict[str, Any]) -> str:
 def check(workers: int) -> int:
     todo = [*cases()]
     begun, wrong = time.monotonic(), 0
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
-        for case, found in zip(todo, processes.map(checked, todo), strict=True):
-            wrong += bool(found)
-            if found:
-                print("WRONG", case, found, flush=True)
+    for case, found in in_processes(workers, checked, todo):
+        wrong += bool(found)
+        if found:
+            print("WRONG", case, found, flush=True)
     print(f"check: {len(todo)} kinds of calls, {wrong} wrong, {time.monotonic() - begun:.0f} s", flush=True)
     return 1 if wrong else 0
 
 
 # Results.
-
-
-def environment() -> dict[str, Any]:
-    device = devices.describe(torch.device(DEVICE, torch.cuda.current_device()))
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    return {
-        "device": device.name, "target": devices.target_of(device.device).name, "compute_units": device.compute_units,
-        "torch": torch.__version__, "triton": triton.__version__, DEVICE: torch.version.cuda,
-        "python": platform.python_version(), "mxkv": mxkv.__version__, "revision": revision.stdout.strip() or None,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(), "heads": HEADS, "query_heads": QUERY_HEADS,
-        "dim": DIM, "block_size": BLOCK_SIZE, "samples": SAMPLES,
-    }  # fmt: skip
 
 
 def table(where: dict[str, Any], stores: Sequence[dict[str, Any]], attends: Sequence[dict[str, Any]]) -> str:
@@ -499,6 +452,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"), help="where JSON and tables go")
     parser.add_argument("--sweep", action="store_true", help="time launch configurations too")
+    parser.add_argument("--only", choices=("stores", "attends"), help="measure these alone")
     parser.add_argument("--formats", default=",".join(FORMATS), help="only these formats, with commas")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile")
     parser.add_argument("--check", action="store_true", help="compare with the torch backend and stop")
@@ -513,10 +467,19 @@ def main() -> int:
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     formats = arguments.formats.split(",")
-    where = environment() | {"copy_tb_per_s": copy_ceiling()}
+    if arguments.sweep and arguments.only != "stores":
+        begun = time.monotonic()
+        jobs = list(itertools.product(formats, attend_configs()))
+        for job, failure in in_processes(arguments.workers, compile_config, jobs):
+            if failure:
+                print(*job, failure, flush=True)
+        print(f"compilation for the sweep: {len(jobs)} kernels, {time.monotonic() - begun:.0f} s", flush=True)
+    where = environment(
+        copy_ceiling(), heads=HEADS, query_heads=QUERY_HEADS, dim=DIM, block_size=BLOCK_SIZE, samples=SAMPLES
+    )
     print(f"copy: {where['copy_tb_per_s']:.2f} TB/s", flush=True)
     stores, attends = [], []
-    for format in formats:
+    for format in formats if arguments.only != "attends" else ():
         for tokens, ordered in ((STORED, True), (STORED, False), (4096, True)):
             sweep = arguments.sweep and ordered and tokens == STORED
             stores.append(measure_store(format, tokens, ordered, where["copy_tb_per_s"], sweep))
@@ -525,21 +488,23 @@ def main() -> int:
                 f"{r['name']:60} {r['us']:9.1f} us {r['tb_per_s']:6.2f} TB/s {r['of_copy']:.2f} of a copy", flush=True
             )
             torch.cuda.empty_cache()
-    for sequences, tokens in SIZES:
+    sizes = SIZES if arguments.only != "stores" else ()
+    for sequences, tokens in sizes:
         for measured in (measure_sdpa, measure_plain):
             attends.append(measured(sequences, tokens))
             print(f"{attends[-1]['name']:60} {attends[-1]['us']:9.1f} us", flush=True)
             torch.cuda.empty_cache()
-    for format, size in itertools.product(formats, SIZES):
+    for format, size in itertools.product(formats, sizes):
         attends.append(measure_attend(Shape(*size, format), arguments.sweep and size == SIZES[0]))
         r = attends[-1]
         print(f"{r['name']:60} {r['us']:9.1f} us {r['tb_per_s']:6.2f} TB/s error {r['error']:.4f}", flush=True)
         pool_of.cache_clear()
         torch.cuda.empty_cache()
+    name = "kv" if arguments.only is None else f"kv_{arguments.only}"
     found = {"environment": where, "stores": stores, "attends": attends}
-    (arguments.out / "kv.json").write_text(json.dumps(found, indent=1) + "\n")
+    (arguments.out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     text = table(where, stores, attends)
-    (arguments.out / "kv.md").write_text(text)
+    (arguments.out / f"{name}.md").write_text(text)
     print(text)
     return 0
 
