@@ -1,15 +1,17 @@
 """Pool the tokens of groups, normalise, quantize, save ring rows: one kernel for compress_norm and compress_store.
 
-    grid      one program of one warp for TOKENS consecutive tokens, which it takes one after another
-    reads     of a token that closes a group: its row and its predecessor's   [1, lines, pairs] x 4, 8 KiB at ratio 2
-              of every token: position, slot, request, that request's bounds and first token
+    grid      one program for TOKENS consecutive tokens, which it takes one after another
+    reads     of every token: position, slot, request, that request's bounds, near a chunk's ends its first token:
+              of all tokens of a program at once
+              of a token that closes a group: its row and its predecessor's   [1, lines, pairs] x 4, 8 KiB at ratio 2
     writes    of a token that closes a group: a bf16 row, or a record of the cache, or both
               of a chunk's last tokens: 4 KiB to the request's ring
 
 A tile is one whole row, as pairs of neighbours, with a line for each group of the format: a thread loads 16 bytes at a
-time, RoPE's pairs need no shuffle, and the tile is encoded where it is. What the record encodes in another way (the
-part that RoPE turns, a bf16 tail) is pooled a second time, in tiles of its own, from rows that are in the L1 cache by
-then: each element's arithmetic is fixed, so its bits are the same.
+time, RoPE's pairs need no shuffle, and all of a record is encoded from that tile. (Where a format's groups are of no
+power of two each region pools its part of the rows again, in a tile of its own: each element's arithmetic is fixed, so
+its bits are the same.) A token waits for memory three times: for what says what is to be done, for rows (with the
+weights and cosines, asked for before them), and, at the ends of chunks only, for who came first in the chunk.
 
 Who writes a ring. A request reads at most one ring row, the predecessor of its first token, and the program of that
 token reads it. Each token's own program saves the token's row, unless it would go where that predecessor is: such a row
@@ -32,6 +34,8 @@ from mxkv.backends.triton_gpu.store import StoreTask, encode_group_pairs, encode
 
 DIM = tl.constexpr(512)
 RING_DIM = tl.constexpr(1024)
+ROPE_DIM = tl.constexpr(64)
+MOST_TOKENS = tl.constexpr(32)  # of a program: a bit of a number for each
 LOG2_E = tl.constexpr(numerics.LOG2_E)
 INTEGERS = tl.constexpr(numerics.INTEGERS)
 INTEGERS_BITS = tl.constexpr(numerics.INTEGERS_BITS)
@@ -162,17 +166,11 @@ class CompressTask:
         ring_stride: From a ring's row to the next, in elements.
         previous: Whether there are rows of other ranks.
         lines, pairs: The tile of a row: 256 pairs.
-        whole: Whether each region of a record is encoded from that tile.
+        whole: Whether each region of a record is encoded from that tile, which has been rotated.
         aligned: Whether fp32 rows are aligned to 16 bytes.
         words_out: Whether pairs of bf16 rows are aligned to 4 bytes.
         store: What the cache's records need, or None.
         paths: The target's instructions.
-        together: Whether what has to be done is found out for all tokens of a program at once.
-        hint: How the caches treat rows: "", "first" (evicted first) or "cg" (past the L1 cache).
-        ahead: How many tokens later ones are whose rows a program asks for, so that they are in the L2 cache in time;
-            0 asks for none.
-        early: Whether weights and cosines are loaded before rows are.
-        eager: Whether rows are loaded before it is known what for.
     """
 
     ratio: int
@@ -186,11 +184,6 @@ class CompressTask:
     words_out: bool
     store: StoreTask | None
     paths: Paths
-    together: bool
-    hint: str
-    ahead: int
-    early: bool
-    eager: bool
 
     @property
     def addresses(self) -> bool:
@@ -223,15 +216,9 @@ def _tile(TASK: tl.constexpr):
 
 
 @triton.jit
-def _pairs_of(row, pair, mask, TASK: tl.constexpr):
+def _pairs_of(row, pair, mask):
     """Pairs of a row's fp32 as two tiles."""
-    at = row.to(tl.pointer_type(tl.int64)) + pair
-    if TASK.hint == "first":
-        both = tl.load(at, mask=mask, eviction_policy="evict_first")
-    elif TASK.hint == "cg":
-        both = tl.load(at, mask=mask, cache_modifier=".cg")
-    else:
-        both = tl.load(at, mask=mask)
+    both = tl.load(row.to(tl.pointer_type(tl.int64)) + pair, mask=mask)
     return codec.float_of(both.to(tl.int32)), codec.float_of((both >> 32).to(tl.int32))
 
 
@@ -277,27 +264,21 @@ def _reciprocal(x, PATHS: tl.constexpr):
 
 
 @triton.jit
-def _read(row, pair, mask, TASK: tl.constexpr):
-    """Pairs of a row's values and, at ratio 2, of its scores."""
-    x, y = _pairs_of(row, pair, mask, TASK)
-    if TASK.ratio == 2:
-        score_x, score_y = _pairs_of(row + DIM, pair, mask, TASK)
-        return x, y, score_x, score_y
-    else:
-        return x, y, x, y
-
-
-@triton.jit
-def _pooled(first, second, TASK: tl.constexpr):
-    """Pairs of a group's values before they are normalised, from its rows as they were read."""
-    x, y = second[0], second[1]
+def _pooled(first, second, pair, mask, TASK: tl.constexpr):
+    """Pairs of a group's values before they are normalised."""
     if TASK.ratio == 2:
         PATHS: tl.constexpr = TASK.paths
-        first_weight, weight = softmax_of_two(first[2], second[2], PATHS)
-        x = first[0] * first_weight + x * weight
-        first_weight, weight = softmax_of_two(first[3], second[3], PATHS)
-        y = first[1] * first_weight + y * weight
-    return x, y
+        first_x, first_y = _pairs_of(first, pair, mask)
+        first_score_x, first_score_y = _pairs_of(first + DIM, pair, mask)
+        x, y = _pairs_of(second, pair, mask)
+        score_x, score_y = _pairs_of(second + DIM, pair, mask)
+        first_weight, weight = softmax_of_two(first_score_x, score_x, PATHS)
+        x = first_x * first_weight + x * weight
+        first_weight, weight = softmax_of_two(first_score_y, score_y, PATHS)
+        y = first_y * first_weight + y * weight
+        return x, y
+    else:
+        return _pairs_of(second, pair, mask)
 
 
 @triton.jit
@@ -316,6 +297,12 @@ def _sum_of_squares(x, y):
 
 
 @triton.jit
+def _weights_of(weight, pair, mask):
+    """Pairs of bf16, in words."""
+    return tl.load(weight.to(tl.pointer_type(tl.int32)) + pair, mask=mask)
+
+
+@triton.jit
 def _normalised(x, y, factor, weights, TASK: tl.constexpr):
     """Pairs of the latent's bf16, the even one in the low half."""
     PATHS: tl.constexpr = TASK.paths
@@ -325,40 +312,47 @@ def _normalised(x, y, factor, weights, TASK: tl.constexpr):
 
 
 @triton.jit
+def _table_row(position, target, TASK: tl.constexpr):
+    """Where a group's cosines begin."""
+    return (position - position % TASK.ratio).to(tl.int64) * target.table_stride
+
+
+@triton.jit
+def _angles(pair, position, stored, target, TASK: tl.constexpr):
+    """Which pairs of a row RoPE turns, their cosines and their sines."""
+    angle = pair - (DIM - ROPE_DIM) // 2
+    turned = angle >= 0
+    at = target.cos_sin + _table_row(position, target, TASK) + angle
+    cos = tl.load(at, mask=turned & stored, other=1.0).to(tl.float32)
+    sin = tl.load(at + ROPE_DIM // 2, mask=turned & stored, other=0.0).to(tl.float32)
+    return turned, cos, sin
+
+
+@triton.jit
 def _store_region(
-    words, first, second, factor, weight, turned, cos, sin, target, at, values_at, scales_at, reciprocal,
+    x, y, first, second, factor, weight, target, at, values_at, scales_at, reciprocal,
     INDEX: tl.constexpr, TASK: tl.constexpr,
 ):  # fmt: skip
-    """Encode a region of a latent's record, and store it; ``words`` is the whole row."""
+    """Encode a region of a latent's record, and store it; ``x`` and ``y`` are the whole row."""
     STORE: tl.constexpr = TASK.store
     REGION: tl.constexpr = STORE.regions[INDEX]
-    if TASK.whole or (INDEX == 0 and TASK.lines * REGION.pairs == DIM // 2):
+    if TASK.whole:
         group, at_row = _tile(TASK)
         group = group - REGION.first // (2 * TASK.pairs)
         pair = at_row - REGION.first // 2
         inside = (pair >= 0) & (pair < REGION.all_pairs)
-        part = words
     else:
         group = tl.arange(0, REGION.groups_padded)[None, :]
         inner = tl.arange(0, REGION.pairs_padded)[None, None, :]
         pair = group[:, :, None] * REGION.pairs + inner
         inside = (group < REGION.groups)[:, :, None] & (inner < REGION.pairs) & (pair < REGION.all_pairs)
         at_row = pair + REGION.first // 2
-        if TASK.ratio == 2:
-            x, y = _pooled(_read(first, at_row, inside, TASK), _read(second, at_row, inside, TASK), TASK)
-        else:
-            x, y = _pairs_of(second, at_row, inside, TASK)
-        weights = tl.load(weight.to(tl.pointer_type(tl.int32)) + at_row, mask=inside)
-        part = _normalised(x, y, factor, weights, TASK)
-    x, y = codec.float_of(part << 16), codec.float_of(part & -65536)
-    if TASK.early and target.cos_sin is not None:
-        x, y = tl.where(turned, x * cos - y * sin, x), tl.where(turned, y * cos + x * sin, y)
-    at_row = pair + REGION.first // 2
+        x, y = _pooled(first, second, at_row, inside, TASK)
+        words = _normalised(x, y, factor, _weights_of(weight, at_row, inside), TASK)
+        x, y = codec.float_of(words << 16), codec.float_of(words & -65536)
     if REGION.scale == "e8m0" or REGION.scale == "e4m3":
         values, byte = encode_group_pairs(x, y, at_row, inside, target.cos_sin, at, REGION, STORE)
         scales = scales_at + REGION.first_scale + group
-        if TASK.whole:
-            scales = tl.max_contiguous(scales, [1, 1])  # byte by byte they need no exchange between threads
         tl.store(scales, byte.to(tl.uint8), mask=(group >= 0) & (group < REGION.groups))
     else:
         values = encode_plain_pairs(x, y, at_row, inside, target.cos_sin, at, reciprocal, REGION, STORE)
@@ -366,60 +360,52 @@ def _store_region(
 
 
 @triton.jit
-def _store_record(
-    words, first, second, factor, weight, turned, cos, sin, position, slot, target, TASK: tl.constexpr
-):  # fmt: skip
+def _store_record(words, angles, first, second, factor, weight, position, slot, target, TASK: tl.constexpr):
     """Store a latent in its slot of the cache."""
     STORE: tl.constexpr = TASK.store
     page, place = addressing.place_of(slot, target.block_stride, STORE)
     page = target.cache.to(tl.pointer_type(tl.uint8)) + page
     values_at = page + place * STORE.value_stride
     scales_at = page + STORE.scale_offset + place * STORE.scale_stride
+    x, y = codec.float_of(words << 16), codec.float_of(words & -65536)
     at = position.to(tl.int64) * 0
     if target.cos_sin is not None:
-        at = (position - position % TASK.ratio).to(tl.int64) * target.table_stride
+        if TASK.whole:
+            turned, cos, sin = angles
+            x, y = tl.where(turned, x * cos - y * sin, x), tl.where(turned, y * cos + x * sin, y)
+        else:
+            at = _table_row(position, target, TASK)
     reciprocal = tl.full([1, 1, 1], 1.0, tl.float32)
     if target.scale is not None:
         reciprocal = tl.math.div_rn(reciprocal, tl.load(target.scale + tl.arange(0, 1))[:, None, None])
     for index in tl.static_range(tl.constexpr(TASK.regions)):
         _store_region(
-            words, first, second, factor, weight, turned, cos, sin, target, at, values_at, scales_at, reciprocal, index,
-            TASK,
+            x, y, first, second, factor, weight, target, at, values_at, scales_at, reciprocal, index, TASK
         )  # fmt: skip
     for extra in tl.static_range(tl.constexpr(STORE.pad_scales)):
         tl.store(scales_at + STORE.num_scales + extra, tl.zeros([], tl.uint8))
 
 
 @triton.jit
-def _make_latent(first, second, early, token, position, weight, eps, out, target, TASK: tl.constexpr):
-    """The latent of a group whose rows are at ``first`` and ``second``: where it is asked for."""
+def _make_latent(before, token, rows, positions, weight, eps, out, target, TASK: tl.constexpr):
+    """The latent of a group whose rows are a token's and that at ``before``: where it is asked for."""
+    first = _row(before.to(tl.pointer_type(tl.float32)) if TASK.addresses else before, TASK)
+    second = _row(rows.ptr + token * rows.stride, TASK)
+    position = tl.load(positions.ptr + token * positions.stride)
     _group, pair = _tile(TASK)
-    weights, turned, cos, sin, slot = pair, pair >= 0, pair, pair, position
-    stored = position >= 0
+    slot, stored, angles = position, position >= 0, (pair, pair, pair)
     if target.cache is not None:
         slot = tl.load(target.slots + token * target.slot_stride)
         stored = stored & (slot >= 0) & (slot < target.num_slots)
         if target.cos_sin is not None:
             stored = stored & (position < target.max_position)
-    if TASK.early:
-        weights = tl.load(weight.to(tl.pointer_type(tl.int32)) + pair)
-        if target.cos_sin is not None:
-            angle = pair - (DIM - 64) // 2
-            turned = angle >= 0
-            at = (position - position % TASK.ratio).to(tl.int64) * target.table_stride
-            cos = tl.load(target.cos_sin + at + angle, mask=turned & stored, other=1.0).to(tl.float32)
-            sin = tl.load(target.cos_sin + at + angle + 32, mask=turned & stored, other=0.0).to(tl.float32)
-    if early is None:
-        if TASK.ratio == 2:
-            x, y = _pooled(_read(first, pair, None, TASK), _read(second, pair, None, TASK), TASK)
-        else:
-            x, y = _pairs_of(second, pair, None, TASK)
-    else:
-        x, y = _pooled(early[0], early[1], TASK)
+    # Asked for before the rows, weights and cosines are not waited for after them.
+    weights = _weights_of(weight, pair, None)
+    if TASK.whole and target.cos_sin is not None:
+        angles = _angles(pair, position, stored, target, TASK)
+    x, y = _pooled(first, second, pair, None, TASK)
     # A number, not a tile of one: from that the compiler would take the others' layout.
     factor = tl.math.div_rn(1.0, tl.math.sqrt_rn(_sum_of_squares(x, y) * (1.0 / DIM) + eps))
-    if not TASK.early:
-        weights = tl.load(weight.to(tl.pointer_type(tl.int32)) + pair)
     words = _normalised(x, y, factor, weights, TASK)
     if out.ptr is not None:
         row = out.ptr + token * out.stride
@@ -432,7 +418,7 @@ def _make_latent(first, second, early, token, position, weight, eps, out, target
             tl.store(halves + 1, (latent >> 16).to(tl.int16))
     if target.cache is not None:
         if stored:
-            _store_record(words, first, second, factor, weight, turned, cos, sin, position, slot, target, TASK)
+            _store_record(words, angles, first, second, factor, weight, position, slot, target, TASK)
 
 
 @triton.jit
@@ -450,7 +436,7 @@ def _save_row(row, slot, ring, TASK: tl.constexpr):
 
 @triton.jit
 def _standing(
-    token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK: tl.constexpr
+    token, positions, slots, requests, ring, previous, tokens, num_requests, TASK: tl.constexpr
 ):  # fmt: skip
     """What has to be done for a token, or for each of [tokens]."""
     given = token < tokens
@@ -513,29 +499,9 @@ def _save_rows(standing, token, rows, slots, requests, ring, TASK: tl.constexpr)
 
 
 @triton.jit
-def _ask_for(program, rows, tokens, TASK: tl.constexpr, TOKENS: tl.constexpr):
-    """Have the rows that later programs read brought into the L2 cache. What is there already costs nothing."""
-    line = tl.arange(0, TOKENS * (TASK.ratio * 16))
-    token = program + TASK.ahead + line // (TASK.ratio * 16)
-    token = tl.minimum(token, tokens - 1)
-    at = rows.ptr + token * rows.stride + line % (TASK.ratio * 16) * 32
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _flags(which):
     """One bit for each of [tokens]."""
     return tl.sum(which.to(tl.int32) << tl.arange(0, which.shape[0]), 0)
-
-
-@triton.jit
-def _make_here(before, early, token, rows, positions, weight, eps, out, target, TASK: tl.constexpr):
-    first = _row(before.to(tl.pointer_type(tl.float32)) if TASK.addresses else before, TASK)
-    position = tl.load(positions.ptr + token * positions.stride)
-    row = _row(rows.ptr + token * rows.stride, TASK)
-    _make_latent(first, row, early, token, position, weight, eps, out, target, TASK)
 
 
 @triton.jit
@@ -544,58 +510,34 @@ def _take_tokens(
     TASK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Everything that has to be done for TOKENS tokens, at ratio 2."""
-    if not TASK.together:
-        for i in range(TOKENS):
-            token = program + i
-            mine = _standing(token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
-            if mine.makes:
-                before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
-                if mine.begins:
-                    before = _first_row(mine, before, ring, previous, TASK)
-                _make_here(before, None, token, rows, positions, weight, eps, out, target, TASK)
-            if not TASK.previous:
-                _save_rows(mine, token, rows, slots, requests, ring, TASK)
-    elif TOKENS == 1:
-        token = program
-        if TASK.eager:
-            _group, pair = _tile(TASK)
-            second = _read(_row(rows.ptr + token * rows.stride, TASK), pair, None, TASK)
-            first = _read(_row(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK), pair, None, TASK)
-        mine = _standing(token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+    if TOKENS == 1:
+        mine = _standing(program, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
         if mine.makes:
-            before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
+            before = _address(rows.ptr + tl.maximum(program - 1, 0) * rows.stride, TASK)
             if mine.begins:
                 before = _first_row(mine, before, ring, previous, TASK)
-                if TASK.eager:
-                    at = _row(before.to(tl.pointer_type(tl.float32)) if TASK.addresses else before, TASK)
-                    first = _read(at, pair, None, TASK)
-            if TASK.eager:
-                _make_here(before, (first, second), token, rows, positions, weight, eps, out, target, TASK)
-            else:
-                _make_here(before, None, token, rows, positions, weight, eps, out, target, TASK)
+            _make_latent(before, program, rows, positions, weight, eps, out, target, TASK)
         if not TASK.previous:
-            _save_rows(mine, token, rows, slots, requests, ring, TASK)
+            _save_rows(mine, program, rows, slots, requests, ring, TASK)
     else:
         # What has to be done is found out for all at once, and is then one bit each. Of the few tokens at the ends of
         # chunks all else is found out again: kept, it would take the others' registers.
-        index = tl.arange(0, 32)
-        token = tl.where(index < TOKENS, program + index, tokens)
-        all = _standing(token, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+        index = tl.arange(0, MOST_TOKENS)
+        theirs = tl.where(index < TOKENS, program + index, tokens)
+        all = _standing(theirs, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
         make, begin, save = _flags(all.makes), _flags(all.makes & all.begins), _flags(all.saved | all.rest)
         for i in range(TOKENS):
-            here = program + i
+            token = program + i
             if (make >> i) & 1 != 0:
-                before = _address(rows.ptr + tl.maximum(here - 1, 0) * rows.stride, TASK)
+                before = _address(rows.ptr + tl.maximum(token - 1, 0) * rows.stride, TASK)
                 if (begin >> i) & 1 != 0:
-                    first = _standing(
-                        here, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK
-                    )
-                    before = _first_row(first, before, ring, previous, TASK)
-                _make_here(before, None, here, rows, positions, weight, eps, out, target, TASK)
+                    mine = _standing(token, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+                    before = _first_row(mine, before, ring, previous, TASK)
+                _make_latent(before, token, rows, positions, weight, eps, out, target, TASK)
             if not TASK.previous:
                 if (save >> i) & 1 != 0:
-                    mine = _standing(here, rows, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
-                    _save_rows(mine, here, rows, slots, requests, ring, TASK)
+                    mine = _standing(token, positions, slots, requests, ring, previous, tokens, num_requests, TASK)
+                    _save_rows(mine, token, rows, slots, requests, ring, TASK)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_requests"])
@@ -604,8 +546,6 @@ def compress_kernel(
     TASK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64) * TOKENS
-    if TASK.ahead > 0 and TASK.paths.pairs != "none":
-        _ask_for(program, rows, tokens, TASK, TOKENS)
     if TASK.ratio == 2:
         _take_tokens(
             program, rows, positions, slots, requests, ring, previous, weight, out, target, eps, tokens, num_requests,
@@ -617,14 +557,12 @@ def compress_kernel(
             if token < tokens:
                 slot = tl.load(slots.ptr + token * slots.stride)
                 if slot >= 0:
-                    position = tl.load(positions.ptr + token * positions.stride)
-                    row = _row(rows.ptr + token * rows.stride, TASK)
-                    _make_latent(row, row, None, token, position, weight, eps, out, target, TASK)
+                    _make_latent(rows.ptr, token, rows, positions, weight, eps, out, target, TASK)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def save_kernel(rows, slots, ring, tokens, TASK: tl.constexpr, TOKENS: tl.constexpr):
-    """Rows to ring slots: one program of one warp for TOKENS rows, one after another; reads and writes 4 KiB a row."""
+    """Rows to ring slots: one program for TOKENS rows, one after another; reads and writes 4 KiB a row."""
     program = tl.program_id(0).to(tl.int64) * TOKENS
     for i in range(TOKENS):
         token = program + i

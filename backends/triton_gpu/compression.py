@@ -57,13 +57,13 @@ _NO_PREVIOUS = Previous(None, 0, 0, None, 0)
 _NO_TARGET = Target(None, 0, 0, None, 0, None, 0, 0, None)
 
 
-def _merged(regions: tuple[Region, ...]) -> tuple[Region, ...]:
-    """With the groups that RoPE rotates among the others."""
-    first, second = regions[0], regions[1] if len(regions) > 1 else None
-    if second is None or (second.element, second.scale) != (first.element, first.scale):
-        return regions
-    both = dataclasses.replace(first, groups=first.groups + second.groups, size=first.size + second.size)
-    return both, *regions[2:]
+def _of_turned(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """The regions of a row that has been rotated: the groups that RoPE turns are among the others."""
+    first, *others = (dataclasses.replace(region, rotated=COMPRESS_DIM) for region in regions)
+    if others and (others[0].element, others[0].scale) == (first.element, first.scale):
+        turned = others.pop(0)
+        first = dataclasses.replace(first, groups=first.groups + turned.groups, size=first.size + turned.size)
+    return first, *others
 
 
 class _Compression(Launch):
@@ -87,28 +87,22 @@ class _Compression(Launch):
             return _NO_RING
         return Ring(ring, self.rings.block_stride, self.rings.num_slots)
 
-    def task(self, aligned: bool, words_out: bool, cache_at: int, config: CompressConfig) -> CompressTask:
+    def task(self, aligned: bool, words_out: bool, cache_at: int) -> CompressTask:
         """The kernel's constants for tensors of which the alignment is given."""
-        key = aligned, words_out, cache_at, config
+        key = aligned, words_out, cache_at
         found = self.tasks.get(key)
         if found is None:
-            spec, store, pairs, whole, early = self.spec, None, _LINE, False, config.early
+            spec, store, pairs, whole = self.spec, None, _LINE, False
             if isinstance(spec, CompressStoreSpec):
                 store = store_task(spec.stored, self.paths, _WIDEST_ACCESS, cache_at, True)
                 wanted = store.regions[0].pairs
                 whole = wanted & (wanted - 1) == 0 and wanted <= _PAIRS
-                pairs = wanted if whole else _LINE
-                whole = whole and config.merged
-                early = config.early and whole
                 if whole:
-                    store = dataclasses.replace(store, regions=_merged(store.regions))
-                if early and spec.rotate:
-                    turned = tuple(dataclasses.replace(region, rotated=COMPRESS_DIM) for region in store.regions)
-                    store = dataclasses.replace(store, regions=turned)
+                    pairs = wanted
+                    store = dataclasses.replace(store, regions=_of_turned(store.regions))
             found = self.tasks[key] = CompressTask(
                 self.ratio, self.rings.block_size, self.rings.value_stride, self.previous, _PAIRS // pairs, pairs,
-                whole, aligned, words_out, store, self.paths, config.together, config.hint, config.ahead, early,
-                config.eager,
+                whole, aligned, words_out, store, self.paths,
             )  # fmt: skip
         return found
 
@@ -130,7 +124,7 @@ class _Compression(Launch):
                 self.ring(floats) if pooled else _NO_RING,
                 Previous(floats, RING_DIM, _ANY_COUNT, index, 1) if self.previous else _NO_PREVIOUS,
                 halves, Rows(halves, COMPRESS_DIM) if asked else _NOTHING, self.target_for_compiling(floats, index),
-                1e-6, 1, 1, self.task(True, True, 0, config), config.block_tokens, grid=(1,), **self.options(config),
+                1e-6, 1, 1, self.task(True, True, 0), config.block_tokens, grid=(1,), **self.options(config),
             )  # fmt: skip
 
     def launch(
@@ -164,7 +158,7 @@ class _Compression(Launch):
                 Rows(packed.rows, row_stride),
                 Rows(packed.positions, packed.positions.stride(0)), Rows(packed.slots, packed.slots.stride(0)),
                 requests, ring, previous, weight, _NOTHING if out is None else Rows(out, out.stride(0)), target,
-                packed.eps, tokens, num_requests, self.task(aligned, words_out, cache_at, config), config.block_tokens,
+                packed.eps, tokens, num_requests, self.task(aligned, words_out, cache_at), config.block_tokens,
                 **self.options(config),
             )  # fmt: skip
 
@@ -248,7 +242,7 @@ class SaveRingLaunch(_Compression):
         with self.guard():
             save_kernel[(-(-tokens // config.block_tokens),)](
                 Rows(rows, rows.stride(0)), Rows(slots, slots.stride(0)), self.ring(ring), tokens,
-                self.task(aligned, True, 0, config), config.block_tokens, **self.options(config),
+                self.task(aligned, True, 0), config.block_tokens, **self.options(config),
             )  # fmt: skip
 
     def compile(self, config: CompressConfig) -> None:
@@ -257,7 +251,7 @@ class SaveRingLaunch(_Compression):
         index = torch.empty(1, dtype=torch.int64, device=self.spec.device)
         with self.guard():
             save_kernel.warmup(
-                Rows(floats, RING_DIM), Rows(index, 1), self.ring(floats), 1, self.task(True, True, 0, config),
+                Rows(floats, RING_DIM), Rows(index, 1), self.ring(floats), 1, self.task(True, True, 0),
                 config.block_tokens, grid=(1,), **self.options(config),
             )  # fmt: skip
 
