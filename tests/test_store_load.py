@@ -370,8 +370,9 @@ def test_rope_where_groups_and_tail_share_what_is_rotated(ops: Ops, tail: int) -
     assert torch.equal(cache, want)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2], ids=["aligned", "by-one", "by-two"])
 @pytest.mark.parametrize("format", BUILTIN, ids=name_of)
-def test_every_configuration_gives_the_same_bytes(ops: Ops, format: Format) -> None:
+def test_every_configuration_gives_the_same_bytes(ops: Ops, format: Format, offset: int) -> None:
     """The tuner may choose any of them for any call of a kind: rows and pools of every alignment."""
     operations = dispatch.get_backend(ops.backend).load()
     tokens, d = ops.few(70, 19), 512
@@ -383,19 +384,19 @@ def test_every_configuration_gives_the_same_bytes(ops: Ops, format: Format) -> N
     read = mxkv.load(want, slots, format=format, cache_scale=scale, backend="torch")
     size, width = format.cache_dtype.itemsize, format.record_width(d)
     extras = [positions.to(ops.device), table.to(ops.device), None if scale is None else scale.to(ops.device)]
-    for offset in (0, 1, 2):  # elements: aligned for wide accesses, for one element, for a pair
-        memory = torch.zeros(80 * width * size + 64, dtype=torch.uint8, device=ops.device)
-        cache = memory[offset * size :][: 80 * width * size].view(format.cache_dtype).view(10, 8, width)
-        latent = torch.zeros(tokens * d + 16, dtype=torch.bfloat16, device=ops.device)[offset:][: tokens * d]
-        latent = latent.view(tokens, d).copy_(rows)
-        where = slots.to(ops.device)
-        spec = checks.store_spec(cache, latent, where, format.spec, *extras[:2], 1, extras[2], "propagate")
-        load_spec = checks.load_spec(cache, where, format.spec, d, torch.bfloat16, extras[2], None)
-        for config in ops.some(operations.tunable(spec).space, 3):
-            memory.zero_()
-            operations.prepare(spec)(cache, latent, where, *extras, config=config)
-            assert torch.equal(cache.view(torch.uint8).cpu(), want.view(torch.uint8)), (offset, config)
-        for config in ops.some(operations.tunable(load_spec).space, 3):
-            latent.fill_(7.0)
-            operations.prepare(load_spec)(cache, where, latent, extras[2], config=config)
-            assert_same_rows(latent, read)
+    # The offset is in elements: aligned for wide accesses, for one element, for a pair.
+    memory = torch.zeros(80 * width * size + 64, dtype=torch.uint8, device=ops.device)
+    cache = memory[offset * size :][: 80 * width * size].view(format.cache_dtype).view(10, 8, width)
+    latent = torch.zeros(tokens * d + 16, dtype=torch.bfloat16, device=ops.device)[offset:][: tokens * d]
+    latent = latent.view(tokens, d).copy_(rows)
+    where = slots.to(ops.device)
+    spec = checks.store_spec(cache, latent, where, format.spec, *extras[:2], 1, extras[2], "propagate")
+    load_spec = checks.load_spec(cache, where, format.spec, d, torch.bfloat16, extras[2], None)
+    for config in ops.some(operations.tunable(spec).space, 3):
+        memory.zero_()
+        operations.prepare(spec)(cache, latent, where, *extras, config=config)
+        assert torch.equal(cache.view(torch.uint8).cpu(), want.view(torch.uint8)), (offset, config)
+    for config in ops.some(operations.tunable(load_spec).space, 3):
+        latent.fill_(7.0)
+        operations.prepare(load_spec)(cache, where, latent, extras[2], config=config)
+        assert_same_rows(latent, read)

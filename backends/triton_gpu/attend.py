@@ -387,7 +387,7 @@ def _write(result, row, head, sums, INDEX: tl.constexpr, TASK: tl.constexpr):
     tl.store(pointer, codec.round_to(sums, DTYPE, PATHS), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_slots", "length", "splits"])
+@triton.jit(do_not_specialize=["rows", "num_slots", "length", "splits"])
 def attend_kernel(
     q, cache, rows, result, lse, sink, cache_scale, scale, num_slots, block_stride, length, splits, TASK: tl.constexpr
 ):  # fmt: skip
