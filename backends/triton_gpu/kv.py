@@ -25,7 +25,7 @@ from mxkv.backends.triton_gpu.kv_attend import (
     halves_of_table,
     kv_chunks,
 )
-from mxkv.backends.triton_gpu.kv_codec import KVTask
+from mxkv.backends.triton_gpu.kv_codec import PRODUCT_PARTS, KVTask
 from mxkv.backends.triton_gpu.kv_store import load_kv_kernel, store_kv_kernel
 from mxkv.backends.triton_gpu.launch import DeviceGuard
 from mxkv.contracts import YES, AttendKVSpec, KVSpec, LoadKVSpec, StoreKVSpec, Verdict
@@ -68,19 +68,38 @@ def supports(spec: KVSpec) -> Verdict:
     return Verdict(tuple(reasons), "backend='torch' runs every call") if reasons else YES
 
 
-def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, interpreted: bool) -> KVConfig:
+def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, paths: Paths) -> KVConfig:
     """One warp. The interpreter's time goes by programs: it gets few.
 
     A rotation of the call's own is a matrix product, of few rows.
     """
     if spec.rotated:
         return KVConfig(16, 4)
-    if interpreted:
+    if paths.interpreted:
         return KVConfig(128, 1)
+    if takes_products(spec, paths):
+        return KVConfig(8, 1, PRODUCT_PARTS)
     if not spec.format.normed:
         return KVConfig(target.warp_size // 2, 1, 8)
     threads = max(2 if target.vendor == "amd" else 1, hadamard_block(spec.head_dim) // 128)
     return KVConfig(max(4, target.warp_size // threads), 1, threads)
+
+
+def takes_products(spec: KVSpec, paths: Paths) -> bool:
+    """Whether matrix products take a part of a store's rotation: of 16-bit elements, as they come.
+
+    A thread's part of a block must have whole tiles, and codes that end with a byte pair.
+    """
+    part = hadamard_block(spec.head_dim) // PRODUCT_PARTS
+    return (
+        isinstance(spec, StoreKVSpec)
+        and spec.format.normed
+        and not spec.rotated
+        and spec.nonfinite == "propagate"
+        and spec.dtype != torch.float32
+        and part >= (16 if 3 in (spec.format.key.bits, spec.format.value_bits) else 8)
+        and (paths.pairs != "none" or paths.interpreted)
+    )
 
 
 class RowsLaunch:
@@ -88,14 +107,15 @@ class RowsLaunch:
 
     Args:
         spec: The call.
-        paths: The instructions to use, instead of the target's; each choice gives the same bytes.
+        paths: The instructions to use, instead of the target's; each choice gives the same bytes, but for keys that
+            fall on a midpoint.
     """
 
     def __init__(self, spec: StoreKVSpec | LoadKVSpec, paths: Paths | None = None) -> None:
         self.spec = spec
         self.target = devices.target_of(spec.device)
         self.paths = paths or paths_of(self.target)
-        self.config = rows_default(spec, self.target, self.paths.interpreted)
+        self.config = rows_default(spec, self.target, self.paths)
         self.tasks: dict[tuple[int, int], KVTask] = {}
         self.guard = DeviceGuard(spec.device)
 
@@ -165,6 +185,8 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> K
         narrow=layout.num_slots < 1 << 31,
         paths=paths,
         row_threads=row_threads,
+        products=takes_products(spec, paths),
+        lanes_first=_LANES_FIRST,
     )
 
 
@@ -322,7 +344,6 @@ class AttendKVLaunch:
                 block_queries=config.block_queries,
                 block_tokens=config.block_tokens,
                 halves=self.halves,
-                lanes_first=_LANES_FIRST,
             )
         return found
 

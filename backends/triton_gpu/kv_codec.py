@@ -24,7 +24,11 @@ CORRECTION_FLOOR = tl.constexpr(1e-16)
 _WIDEST_ACCESS = 16
 _MOST_OF_A_THREAD = 128  # elements of a rotation's block: registers
 _LEAST_OF_A_THREAD = 16
-_STEP = 40  # powers of two by which rotated elements are scaled, so that a step past a midpoint is more than 1
+PRODUCT_PARTS = 4  # the lanes that share a row of a matrix product's operand
+_STEP = 2.0**40  # what rotated elements come times, so that a step past a midpoint is more than 1
+_RADIX = 255 * 256  # of a square's first digit
+_AS_STEPS = tl.constexpr(_STEP)
+_FIRST_DIGIT = tl.constexpr(float(_RADIX))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # one object for each task: Triton hashes it at every launch
@@ -48,6 +52,9 @@ class KVTask:
         narrow: Whether every slot fits 32 bits.
         paths: The target's instructions.
         row_threads: Threads that a row is to have, as far as its width allows.
+        products: Whether a matrix product takes four stages of the rotation: a row then has four threads.
+        lanes_first: Whether a tile's pointers are [parts, ROWS, width], else [ROWS, parts, width]: as the compiler's
+            choice of layout has it, a row's threads are neighbours.
     """
 
     key_bits: int
@@ -71,6 +78,8 @@ class KVTask:
     narrow: bool
     paths: Paths
     row_threads: int = 1
+    products: bool = False
+    lanes_first: bool = True
 
     @property
     def normed(self) -> bool:
@@ -79,6 +88,8 @@ class KVTask:
     @property
     def parts(self) -> int:
         """Threads of a row: each has a part of every block."""
+        if self.products:
+            return PRODUCT_PARTS
         return max(1, self.block // _MOST_OF_A_THREAD, min(self.row_threads, self.block // _LEAST_OF_A_THREAD))
 
     @property
@@ -129,6 +140,21 @@ class KVTask:
         return tuple(struct.unpack("<i", struct.pack("<f", edge))[0] for edge in lloyd_max.midpoints(self.positive))
 
     @property
+    def counted(self) -> bool:
+        """Whether the squares of chosen centroids are summed as integers."""
+        return self.corrected and self.key_bits == 4 and self.assembled
+
+    @property
+    def assembled(self) -> bool:
+        """Whether inline assembly makes a key's codes."""
+        return self.symmetric and self.paths.pairs != "none"
+
+    @property
+    def square_unit(self) -> float:
+        """What a square of a centroid is a multiple of, nearly: the largest has 24 bits."""
+        return self.positive[-1] ** 2 / (255 * _RADIX)
+
+    @property
     def bucketize_assembly(self) -> str:
         return _bucketize_assembly(self)
 
@@ -151,34 +177,31 @@ def _below(x: float) -> float:
 def _count_lines(edges: list[float]) -> list[str]:
     """PTX that makes of a magnitude ``a`` the number ``n`` of edges below it, and a half.
 
-    Three edges are counted one by one, each step 0 or 1; seven are halved three times.
+    Three edges are counted one by one, each step 0 or 1. Of seven the middle one chooses which three are counted.
     """
-    if len(edges) == 3:
-        lines = [f"mov.f32 n, {_bits_of(0.5)};"]
-        for edge in edges:
-            lines += [f"add.rn.sat.f32 p, a, {_bits_of(-edge)};", "add.rn.f32 n, n, p;"]
-        return lines
-    e = [_bits_of(edge) for edge in edges]
-    return [
-        f"setp.gt.f32 first, a, {e[3]};",
-        f"selp.f32 m, {e[5]}, {e[1]}, first;",
-        "setp.gt.f32 second, a, m;",
-        f"selp.f32 p, {e[4]}, {e[0]}, first;",
-        f"selp.f32 m, {e[6]}, {e[2]}, first;",
-        "selp.f32 m, m, p, second;",
-        "setp.gt.f32 third, a, m;",
-        f"selp.f32 n, {_bits_of(4.5)}, {_bits_of(0.5)}, first;",
-        f"selp.f32 p, {_bits_of(2.0)}, {_bits_of(0.0)}, second;",
-        "add.rn.f32 n, n, p;",
-        f"selp.f32 p, {_bits_of(1.0)}, {_bits_of(0.0)}, third;",
-        "add.rn.f32 n, n, p;",
-    ]
+    halved = len(edges) == 7
+    lines = []
+    steps = [_bits_of(-edge) for edge in edges]
+    if halved:
+        lines.append(f"setp.gt.f32 above, a, {_bits_of(edges[3])};")
+        lines += [f"selp.f32 m{i}, {steps[4 + i]}, {steps[i]}, above;" for i in range(3)]
+        lines.append(f"selp.f32 n, {_bits_of(4.5)}, {_bits_of(0.5)}, above;")
+        steps = ["m0", "m1", "m2"]
+    else:
+        lines.append(f"mov.f32 n, {_bits_of(0.5)};")
+    for step in steps:
+        lines += [f"add.rn.sat.f32 p, a, {step};", "add.rn.f32 n, n, p;"]
+    return lines
 
 
-def _squares_lines(positive: tuple[float, ...]) -> list[str]:
-    """PTX from eight codes of four bits in $0 to the sum of their centroids' squares, $1: integers, byte by byte."""
-    unit = positive[-1] ** 2 / ((1 << 24) - 1)
-    squares = [round(c * c / unit) for c in positive]
+def _squares_lines(task: KVTask) -> list[str]:
+    """PTX from eight codes of four bits in $0 to their centroids' squares, added to two sums.
+
+    A square is an integer (:attr:`KVTask.square_unit`) of three digits: the first is summed apart, the others weigh 255
+    and 1. Integers have the same sum in any order.
+    """
+    squares = [round(c * c / task.square_unit) for c in task.positive]
+    digits = [[n // _RADIX for n in squares], [n % _RADIX // 255 for n in squares], [n % _RADIX % 255 for n in squares]]
     lines = [
         "shr.u32 b, $0, 3;",  # a magnitude's code mirrors that of a negative element
         "not.b32 b, b;",
@@ -187,50 +210,43 @@ def _squares_lines(positive: tuple[float, ...]) -> list[str]:
         "xor.b32 b, b, $0;",
         "and.b32 b, b, 0x77777777;",
         "shr.u32 c, b, 16;",
-        "mov.b32 sum, 0;",
     ]
-    for plane in (2, 1, 0):
-        words = [sum(((squares[4 * w + i] >> (8 * plane)) & 0xFF) << (8 * i) for i in range(4)) for w in range(2)]
-        lines += ["mul.lo.u32 sum, sum, 256;"] if plane != 2 else []
+    before = {"$1": "$12", "$2": "$13"}
+    for digit, into, weight in zip(digits, ("$1", "$2", "$2"), (1, 255, 1), strict=True):
+        low, high = (sum(digit[4 * word + i] << (8 * i) for i in range(4)) for word in range(2))
         for selector in ("b", "c"):
             lines += [
-                f"prmt.b32 looked, 0x{words[0]:08x}, 0x{words[1]:08x}, {selector};",
-                "dp4a.u32.u32 sum, looked, 0x01010101, sum;",
+                f"prmt.b32 looked, 0x{low:08x}, 0x{high:08x}, {selector};",
+                f"dp4a.u32.u32 {into}, looked, 0x{weight * 0x01010101:08x}, {before[into]};",
             ]
-    return [*lines, "cvt.rn.f32.u32 x, sum;", f"mul.rn.f32 $1, x, {_bits_of(unit)};"]
+            before[into] = into
+    return lines
 
 
 def _bucketize_assembly(task: KVTask) -> str:
-    """PTX from eight elements before the rotation's factor to their packed codes and their centroids' squares, summed.
+    """PTX from eight elements and the factor they come times to packed codes, and to sums of their centroids' squares.
 
     Of a symmetric table: the code of a magnitude is the number of positive midpoints up to it, and that of a negative
-    element mirrors it. An edge is the fp32 below a midpoint. An element x is scaled by 2**40 with the factor, so that
-    add.sat is 1 where it is past an edge, else 0. A negative element must be past the midpoint, not on it: one is taken
-    off its bits. Codes are counted and packed as fp32 integers.
+    element mirrors it. (One that is on a midpoint takes the next code.) An edge is the fp32 below a midpoint, times
+    2**40 as elements are, so that add.sat is 1 where a magnitude is past it, else 0. Codes are counted and packed as
+    fp32 integers. The sums come as operands, of eight codes of 4 bits as integers (:func:`_squares_lines`).
     """
     bits, positive = task.key_bits, task.positive
-    edges = [_below(m) * 2.0**_STEP for m in lloyd_max.midpoints(positive)]
-    factor = _bits_of(task.block**-0.5 * 2.0**_STEP)
+    edges = [_below(m) * _STEP for m in lloyd_max.midpoints(positive)]
     base, low, high = 1 << bits, "low", "high"
     middle = ((1 << bits) - 1) / 2
-    lines = [".reg .f32 x, a, p, m, n, low, high, squares;", ".reg .b32 b, c, sum, looked;"]
-    lines.append(".reg .pred first, second, third;")
-    lines.append("mov.f32 squares, 0f00000000;")
-    linear = task.corrected and bits == 3  # few steps: the squares are summed with them
+    columns, factor, sums = (3, "$11", "") if task.counted else (2, "$10", "$11")
+    lines = [".reg .f32 x, a, p, n, m0, m1, m2, low, high, squares;", ".reg .b32 b, c, looked;", ".reg .pred above;"]
+    linear = task.corrected and not task.counted  # few steps: the squares are summed with them
+    if linear:
+        lines.append(f"add.rn.f32 squares, {sums}, {_bits_of(8 * positive[0] * positive[0])};")
     squares = [c * c for c in positive]
     for j in range(8):
         into = low if j < 4 else high
-        lines += [
-            f"fma.rn.f32 x, ${2 + j}, {factor}, 0f00000000;",
-            "mov.b32 b, x;",
-            "shr.s32 c, b, 31;",
-            "add.s32 b, b, c;",
-            "mov.b32 a, b;",
-            "abs.f32 a, a;",
-        ]
+        lines += [f"fma.rn.f32 x, ${columns + j}, {factor}, 0f00000000;", "abs.f32 a, x;"]  # no negative zero
         counted = _count_lines(edges)
         if linear:
-            for i, step in enumerate(line for line in counted if line.startswith("add.rn.sat")):
+            for i, step in enumerate([line for line in counted if line.startswith("add.rn.sat")]):
                 square = f"fma.rn.f32 squares, p, {_bits_of(squares[i + 1] - squares[i])}, squares;"
                 counted.insert(counted.index(step) + 1, square)
         lines += [*counted, "copysign.f32 n, x, n;"]
@@ -247,12 +263,10 @@ def _bucketize_assembly(task: KVTask) -> str:
         lines.append("prmt.b32 $0, b, c, 0x5410;")
     else:
         lines += ["and.b32 b, b, 0xfff;", "shl.b32 c, c, 12;", "and.b32 c, c, 0xfff000;", "or.b32 $0, b, c;"]
-    if linear:
-        lines.append(f"add.rn.f32 $1, squares, {_bits_of(8 * squares[0])};")
-    elif task.corrected:
-        lines += _squares_lines(positive)
+    if task.counted:
+        lines += _squares_lines(task)
     else:
-        lines.append("mov.f32 $1, squares;")
+        lines.append(f"mov.f32 $1, {'squares' if linear else sums};")
     return "{ " + " ".join(lines) + " }"
 
 
@@ -303,6 +317,12 @@ def scale_of_rotation(task):
     return task.block**-0.5
 
 
+@triton.constexpr_function
+def products_scale(task):
+    """A power of two near the rotation's factor: squares of columns that come times it overflow where the key's do."""
+    return 0.5 ** ((task.block.bit_length()) // 2)
+
+
 # Places.
 
 
@@ -346,13 +366,40 @@ def field_at(page, place, head, FIELD: tl.constexpr, TASK: tl.constexpr):
 
 @triton.jit
 def elements_at(rows, token, head, INDEX: tl.constexpr, TASK: tl.constexpr):
-    """Pointers to a tile's elements [ROWS, parts, width] in a tensor [tokens, heads, dim]."""
+    """Pointers to a tile's elements in a tensor [tokens, heads, dim], as :func:`spread` has them."""
     PARTS: tl.constexpr = TASK.parts
     WIDTH: tl.constexpr = TASK.width
     START: tl.constexpr = tile_start(TASK, INDEX)
-    part = tl.arange(0, PARTS)[None, :, None] * (TASK.block // PARTS)
+    part = tl.arange(0, PARTS) * (TASK.block // PARTS)
     row = rows.ptr + token * rows.query_stride + head * rows.head_stride
-    return row[:, None, None] + part + (START + tl.arange(0, WIDTH)[None, None, :])
+    return spread(row, part, TASK) + (START + tl.arange(0, WIDTH)[None, None, :])
+
+
+@triton.jit
+def spread(row, part, TASK: tl.constexpr):
+    """Pointers to rows [ROWS], and where their parts begin [parts], as [ROWS, parts, 1], or [parts, ROWS, 1]."""
+    if TASK.lanes_first:
+        return row[None, :, None] + part[:, None, None]
+    else:
+        return row[:, None, None] + part[None, :, None]
+
+
+@triton.jit
+def spread_mask(exists, TASK: tl.constexpr):
+    """Rows' masks [ROWS] for such pointers."""
+    if TASK.lanes_first:
+        return exists[None, :, None]
+    else:
+        return exists[:, None, None]
+
+
+@triton.jit
+def in_order(tile, TASK: tl.constexpr):
+    """What such pointers read, or are to write, from one order of dims to the other: [ROWS, parts, n] in kernels."""
+    if TASK.lanes_first:
+        return tl.permute(tile, (1, 0, 2))
+    else:
+        return tile
 
 
 # Columns: a tile's row, or two tiles', as eight tensors [ROWS, parts].
@@ -369,8 +416,8 @@ def halves_of_columns(x):
 
 @triton.jit
 def _quad(x):
-    """[ROWS, parts, 4] as four columns."""
-    even, odd = halves_of_columns(x)
+    """[ROWS, parts, 4], or [ROWS, parts, 2, 2], as four columns."""
+    even, odd = halves_of_columns(x) if len(x.shape) == 3 else tl.split(x)
     c0, c2 = tl.split(even)
     c1, c3 = tl.split(odd)
     return (c0, c1, c2, c3)
@@ -473,6 +520,56 @@ def butterfly(tiles, TASK: tl.constexpr):
 
 
 @triton.jit
+def signs_of_products(dtype: tl.constexpr, TASK: tl.constexpr):
+    """The Hadamard matrix of 16, times what :func:`products_scale` says, as an operand [16, 16]."""
+    both = tl.arange(0, 16)[:, None] & tl.arange(0, 16)[None, :]
+    both = both ^ (both >> 2)
+    odd = ((both ^ (both >> 1)) & 1) != 0
+    return tl.where(odd, -products_scale(TASK), products_scale(TASK)).to(dtype)
+
+
+@triton.jit
+def _columns_of_product(x, signs, TASK: tl.constexpr):
+    """A tile [ROWS, 4, 8] after four stages: those of the elements' bits 0 and 1, and those between the threads.
+
+    Eight rows and the elements' bit 2 are an operand's 16 rows: it then stands as it was read, each lane with elements
+    of its own row, and so does the product.
+    """
+    PATHS: tl.constexpr = TASK.paths
+    ROWS: tl.constexpr = x.shape[0]
+    x = tl.permute(tl.reshape(x, [ROWS // 8, 8, 4, 2, 2, 2]), (0, 3, 1, 4, 2, 5))
+    x = tl.reshape(x, [2 * ROWS, 16])
+    if PATHS.interpreted:  # it multiplies the bits of bf16
+        x = tl.dot(x.to(tl.float32), signs.to(tl.float32), input_precision="ieee")
+    else:
+        x = tl.dot(x, signs)
+    x = tl.permute(tl.reshape(x, [ROWS // 8, 2, 8, 2, 4, 2]), (0, 2, 4, 3, 5, 1))
+    low, high = tl.split(tl.reshape(x, [ROWS, 4, 2, 2, 2]))
+    return _quad(low) + _quad(high)
+
+
+@triton.jit
+def turned_by_products(tiles, signs, TASK: tl.constexpr):
+    """The tiles of one block, as they were read, through the butterfly's stages: their columns, octet after octet.
+
+    The first stages are a matrix product, whose sums are fp32. The columns come times a power of two.
+    """
+    done = ()
+    for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+        done = done + _columns_of_product(tiles[i], signs, TASK)
+    for stage in tl.static_range(2, 10):
+        if 1 << stage < 8 * TASK.block_tiles:
+            turned = ()
+            for i in tl.static_range(tl.constexpr(8 * TASK.block_tiles)):
+                if i & (1 << stage):
+                    turned = turned + (done[i - (1 << stage)] - done[i],)
+                else:
+                    turned = turned + (done[i] + done[i + (1 << stage)],)
+            done = turned
+    return done
+
+
+@triton.jit
 def divide(x, divisor, PATHS: tl.constexpr):
     """Finite fp32 [ROWS, ..] / positive fp32 [ROWS, 1, ..], correctly rounded unless it underflows.
 
@@ -523,28 +620,64 @@ def _bucketize_symmetric(x, TASK: tl.constexpr):
 
 
 @triton.jit
-def encode_octet(columns, table, TASK: tl.constexpr):
-    """Eight columns, before the rotation's factor, to packed codes and the sum of the centroids' squares."""
-    PATHS: tl.constexpr = TASK.paths
-    FACTOR: tl.constexpr = scale_of_rotation(TASK)
-    if PATHS.pairs != "none" and TASK.symmetric:
-        return tl.inline_asm_elementwise(
-            TASK.bucketize_assembly, "=&r,=&f" + ",f" * 8,
-            [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7]],
-            dtype=(tl.int32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+def encode_octet(columns, factor, sums, table, TASK: tl.constexpr):
+    """Eight columns, to be multiplied by a factor [ROWS, 1], to packed codes and sums of their centroids' squares."""
+    if TASK.assembled:
+        factor = tl.broadcast_to(factor * _AS_STEPS, columns[0].shape)
+        if TASK.counted:
+            word, first, second = tl.inline_asm_elementwise(
+                TASK.bucketize_assembly, "=&r,=&r,=&r" + ",f" * 9 + ",r,r",
+                [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7], factor,
+                 sums[0], sums[1]],
+                dtype=(tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+            return word, (first, second)
+        else:
+            word, squares = tl.inline_asm_elementwise(
+                TASK.bucketize_assembly, "=&r,=&f" + ",f" * 10,
+                [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7], factor,
+                 sums[0]],
+                dtype=(tl.int32, tl.float32), is_pure=True, pack=1,
+            )  # fmt: skip
+            return word, (squares,)
     else:
         word = tl.zeros(columns[0].shape, tl.int32)
-        squares = tl.zeros(columns[0].shape, tl.float32)
+        squares = sums[0]
         for j in tl.static_range(8):
             if TASK.symmetric:
-                code, square = _bucketize_symmetric(columns[j] * FACTOR, TASK)
+                code, square = _bucketize_symmetric(columns[j] * factor, TASK)
             else:
-                code, centroid = bucketize(columns[j] * FACTOR, table, TASK)
+                code, centroid = bucketize(columns[j] * factor, table, TASK)
                 square = centroid * centroid
             word = word | (code << (TASK.key_bits * j))
             squares += square
-        return word, squares
+        return word, (squares,)
+
+
+@triton.jit
+def no_squares(SHAPE: tl.constexpr, TASK: tl.constexpr):
+    """The sums of :func:`encode_octet` before the first eight."""
+    if TASK.counted:
+        return (tl.zeros(SHAPE, tl.int32), tl.zeros(SHAPE, tl.int32))
+    else:
+        return (tl.zeros(SHAPE, tl.float32),)
+
+
+@triton.jit
+def squares_of(sums, TASK: tl.constexpr):
+    """The sums of :func:`encode_octet` [ROWS, parts] as one for each row, fp32 [ROWS]."""
+    if TASK.counted:
+        whole = sums[0].to(tl.float32) * _FIRST_DIGIT + sums[1].to(tl.float32)
+        return tl.sum(whole, 1) * TASK.square_unit
+    else:
+        return tl.sum(sums[0], 1)
+
+
+@triton.jit
+def word_of_zeros(table, TASK: tl.constexpr):
+    """The packed codes of eight zeros."""
+    code, _ = bucketize(tl.zeros([1], tl.float32), table, TASK)
+    return code * (0x11111111 if TASK.key_bits == 4 else 0o11111111)
 
 
 @triton.jit
@@ -662,14 +795,13 @@ def _span_words(task, bits):
 
 @triton.jit
 def _words_at(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr):
-    """Pointers to some words [ROWS, parts, COUNT]."""
+    """Pointers to some words of each part, as :func:`spread` has them."""
     SIZE: tl.constexpr = word_bytes(TASK, BITS)
     PARTS: tl.constexpr = TASK.parts
     SPAN: tl.constexpr = _span_words(TASK, BITS)
     START: tl.constexpr = FIRST // SPAN * SPAN * PARTS + FIRST % SPAN
-    part = tl.arange(0, PARTS)[None, :, None] * SPAN
-    base = codes.to(tl.pointer_type(tl.int32 if SIZE == 4 else tl.uint16))[:, None, None]
-    return base + part + (START + tl.arange(0, COUNT)[None, None, :])
+    base = codes.to(tl.pointer_type(tl.int32 if SIZE == 4 else tl.uint16))
+    return spread(base, tl.arange(0, PARTS) * SPAN, TASK) + (START + tl.arange(0, COUNT)[None, None, :])
 
 
 @triton.jit
@@ -680,7 +812,7 @@ def store_codes(codes, runs, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
         tile = _gathered(words, i * COUNT, COUNT)
         pointer = _words_at(codes, i * COUNT, COUNT, BITS, TASK)
-        tl.store(pointer, tile, mask=exists[:, None, None])
+        tl.store(pointer, in_order(tile, TASK), mask=spread_mask(exists, TASK))
 
 
 @triton.jit
@@ -721,8 +853,8 @@ def load_codes(codes, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     RUNS: tl.constexpr = TASK.octets
     words = ()
     for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
-        tile = tl.load(_words_at(codes, i * COUNT, COUNT, BITS, TASK), mask=exists[:, None, None], other=0).to(tl.int32)
-        words = words + _scattered(tile, COUNT)
+        tile = tl.load(_words_at(codes, i * COUNT, COUNT, BITS, TASK), mask=spread_mask(exists, TASK), other=0)
+        words = words + _scattered(in_order(tile.to(tl.int32), TASK), COUNT)
     runs = ()
     if word_bytes(TASK, BITS) == 4:
         if BITS == 3:

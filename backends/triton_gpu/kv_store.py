@@ -41,7 +41,8 @@ def _load_rows(rows, token, head, exists, TASK: tl.constexpr):
     raw = ()
     for i in tl.static_range(tl.constexpr(TASK.tiles)):
         pointer = kv_codec.elements_at(rows, token, head, i, TASK)
-        raw = raw + (tl.load(pointer, mask=exists[:, None, None], other=0.0),)
+        tile = tl.load(pointer, mask=kv_codec.spread_mask(exists, TASK), other=0.0)
+        raw = raw + (kv_codec.in_order(tile, TASK),)
     return raw
 
 
@@ -80,39 +81,75 @@ def _store_fp8_keys(key, token, head, exists, page, place, TASK: tl.constexpr):
 
 
 @triton.jit
-def _store_keys(key, token, head, exists, page, place, centroids, TASK: tl.constexpr):
-    PATHS: tl.constexpr = TASK.paths
-    table = kv_codec.table_of(centroids, TASK)
-    raw = _load_rows(key, token, head, exists, TASK)
+def _squares_of_rows(raw, TASK: tl.constexpr):
+    """The sums of rows' squares [ROWS]."""
     x = _as_fp32(raw[0], TASK)
     squares = x * x
     for i in tl.static_range(1, tl.constexpr(TASK.tiles)):
         x = _as_fp32(raw[i], TASK)
         squares = tl.fma(x, x, squares)
-    squares = tl.sum(tl.sum(squares, 2), 1)  # [ROWS]
+    return tl.sum(tl.sum(squares, 2), 1)
+
+
+@triton.jit
+def _turned_rows(raw, TASK: tl.constexpr):
+    """Rows through the butterfly: their columns, octet after octet, what these are to come times, and squares' sums.
+
+    The squares of what is turned are those of the key, times a power of two.
+    """
+    octets = ()
+    if TASK.products:
+        signs = kv_codec.signs_of_products(raw[0].dtype, TASK)
+        squares = tl.zeros([raw[0].shape[0], raw[0].shape[1]], tl.float32)
+        for block in tl.static_range(tl.constexpr(TASK.blocks)):
+            tiles = ()
+            for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+                tiles = tiles + (raw[block * TASK.block_tiles + i],)
+            columns = kv_codec.turned_by_products(tiles, signs, TASK)
+            for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+                octet = ()
+                for j in tl.static_range(8):
+                    octet = octet + (columns[8 * i + j],)
+                    squares = tl.fma(octet[j], octet[j], squares)
+                octets = octets + (octet,)
+        SCALE: tl.constexpr = kv_codec.products_scale(TASK)
+        return octets, kv_codec.scale_of_rotation(TASK) / SCALE, tl.sum(squares, 1) * (1 / (TASK.block * SCALE * SCALE))
+    else:
+        for block in tl.static_range(tl.constexpr(TASK.blocks)):
+            tiles = ()
+            for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+                tiles = tiles + (_as_fp32(raw[block * TASK.block_tiles + i], TASK),)
+            tiles = kv_codec.butterfly(tiles, TASK)
+            for i in tl.static_range(tl.constexpr(TASK.octets // TASK.blocks)):
+                octets = octets + (kv_codec.octet_of(tiles, i, TASK),)
+        return octets, kv_codec.scale_of_rotation(TASK), _squares_of_rows(raw, TASK)
+
+
+@triton.jit
+def _store_keys(key, token, head, exists, page, place, centroids, TASK: tl.constexpr):
+    table = kv_codec.table_of(centroids, TASK)
+    raw = _load_rows(key, token, head, exists, TASK)
+    octets, scale, squares = _turned_rows(raw, TASK)
+    # A sum that is not finite may be an overflow: then, and only then, is every element looked at.
+    unsure = (squares != squares) | (squares == float("inf"))
     lost = squares != squares
     if not TASK.sanitize:
-        # A sum that is not finite may be an overflow: then, and only then, is every element looked at.
-        unsure = lost | (squares == float("inf"))
         if tl.max(unsure.to(tl.int32), 0) != 0:
             lost = _any_lost(raw, TASK)
-        squares = tl.where(lost, 0.0, squares)
+    # A direction whose norm overflowed is zero.
+    squares = tl.where(unsure, tl.where(lost, 0.0, float("inf")), squares)
     norm = tl.sqrt_rn(squares)
-    divisor = (norm + kv_codec.NORM_FLOOR)[:, None, None]
+    factor = tl.math.div_rn(tl.full(norm.shape, scale, tl.float32), norm + kv_codec.NORM_FLOOR)[:, None]
     runs = ()
-    chosen = tl.zeros(squares.shape, tl.float32)[:, None]
-    for block in tl.static_range(tl.constexpr(TASK.blocks)):
-        tiles = ()
-        for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
-            x = _as_fp32(raw[block * TASK.block_tiles + i], TASK)
-            tiles = tiles + (kv_codec.divide(x, divisor, PATHS),)
-        tiles = kv_codec.butterfly(tiles, TASK)
-        for i in tl.static_range(tl.constexpr(TASK.octets // TASK.blocks)):
-            word, sum_of_squares = kv_codec.encode_octet(kv_codec.octet_of(tiles, i, TASK), table, TASK)
-            runs = runs + (tl.where(lost[:, None], 0, word),)
-            chosen = chosen + sum_of_squares
+    sums = kv_codec.no_squares(octets[0][0].shape, TASK)
+    flat = tl.where(lost, 0, kv_codec.word_of_zeros(table, TASK))[:, None]
+    for i in tl.static_range(tl.constexpr(TASK.octets)):
+        word, sums = kv_codec.encode_octet(octets[i], factor, sums, table, TASK)
+        runs = runs + (tl.where(unsure[:, None], flat, word),)
     if TASK.corrected:
-        norm = norm * tl.math.div_rn(1.0, tl.sqrt_rn(tl.sum(chosen, 1) + kv_codec.CORRECTION_FLOOR))
+        chosen = kv_codec.squares_of(sums, TASK) + kv_codec.CORRECTION_FLOOR
+        norm = norm * tl.math.div_rn(1.0, tl.sqrt_rn(chosen))
+    norm = tl.where(squares == float("inf"), kv_codec.FP16_MAX, norm)
     kv_codec.store_codes(kv_codec.codes_at(page, place, head, False, TASK), runs, exists, TASK.key_bits, TASK)
     tl.store(kv_codec.field_at(page, place, head, 0, TASK), kv_codec.fp16_bits(norm, lost), mask=exists)
 
@@ -241,7 +278,8 @@ def _write_rows(rows, tiles, token, head, valid, exists, TASK: tl.constexpr):
         x = codec.saturate(tiles[i], TASK, False)
         x = tl.where(exists[:, None, None], x, 0.0)
         pointer = kv_codec.elements_at(rows, token, head, i, TASK)
-        tl.store(pointer, codec.round_to(x, rows.ptr.dtype.element_ty, PATHS), mask=valid[:, None, None])
+        x = kv_codec.in_order(codec.round_to(x, rows.ptr.dtype.element_ty, PATHS), TASK)
+        tl.store(pointer, x, mask=kv_codec.spread_mask(valid, TASK))
 
 
 @triton.jit

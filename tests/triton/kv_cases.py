@@ -88,11 +88,11 @@ class KVCase:
         if self.operation == "store_kv":
             stored = kv_checks.store_kv_spec(cache, rows, rows, slots, name, centroids, rotation, "propagate")
             launch = kv.RowsLaunch(stored, paths)
-            launch(cache, rows, rows, slots, centroids, rotation, config=kv.rows_default(stored, target, False))
+            launch(cache, rows, rows, slots, centroids, rotation, config=kv.rows_default(stored, target, paths))
         else:
             loaded = kv_checks.load_kv_spec(cache, slots, name, self.dim, self.dtype, centroids, rotation)
             launch = kv.RowsLaunch(loaded, paths)
-            launch(cache, slots, rows, rows, centroids, rotation, config=kv.rows_default(loaded, target, False))
+            launch(cache, slots, rows, rows, centroids, rotation, config=kv.rows_default(loaded, target, paths))
 
     def problems(self, code: Any, target: Target) -> list[str]:
         """What is wrong with the machine code."""

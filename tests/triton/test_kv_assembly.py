@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import mxkv
 from mxkv import KeyCode, KVFormat, lloyd_max
 from mxkv.backends.torch_eager import kv as oracle
-from mxkv.backends.triton_gpu import kv, kv_attend
+from mxkv.backends.triton_gpu import kv, kv_attend, kv_codec
 from mxkv.backends.triton_gpu.codec import Paths
 from tests.support import generator
 from tests.triton import ptx
@@ -43,24 +43,34 @@ def word_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("d", [64, 16, 128])
 @pytest.mark.parametrize("bits", BITS)
 def test_keys_are_bucketized(bits: int, d: int, corrected: bool) -> None:
-    """On midpoints and beside them, at zeros of both signs, far out, and anywhere."""
-    factor = torch.tensor(d**-0.5)
+    """On midpoints and beside them, at zeros of both signs, far out, and anywhere.
+
+    A negative element on a midpoint may take the code beside it.
+    """
+    factor = 2.0**-5
     edges = torch.tensor(lloyd_max.midpoints(lloyd_max.centroids(d, bits)))
-    on = torch.cat((edges, edges.nextafter(edges + 1), edges.nextafter(edges - 1)))
-    exact = on / factor  # of a power of two: exact, and back
+    on = torch.cat((edges[edges >= 0], edges.nextafter(edges + 1), edges.nextafter(edges - 1)))
     other = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 11.3, -11.3, 1e-9, -1e-9])
     anywhere = torch.randn(4096, generator=generator(0))
-    x = torch.cat((exact, other, anywhere))
+    x = torch.cat((on / factor, other, anywhere))
     x = x[torch.randperm(len(x) // 8 * 8, generator=generator(1))].view(-1, 8)
     y = x * factor
     table = torch.tensor(lloyd_max.centroids(d, bits))
     want = torch.bucketize(y, (table[:-1] + table[1:]) / 2, right=True)
-    word, squares = ptx.run(
-        store_task(bits, d, corrected).bucketize_assembly, 2, *(ptx.bits_of(x[:, j]) for j in range(8))
-    )
+    task = store_task(bits, d, corrected)
+    columns = [ptx.bits_of(x[:, j]) for j in range(8)]
+    columns.append(ptx.bits_of(torch.full((len(x),), factor * kv_codec._STEP)))
+    if task.counted:
+        before = [torch.full_like(columns[0], n) for n in (1000, 70)]
+        word, *sums = ptx.run(task.bucketize_assembly, 3, *columns, *before)
+        counted = (sums[0] - 1000) * kv_codec._RADIX + (sums[1] - 70)
+        squares = counted.double() * task.square_unit
+    else:
+        word, squares = ptx.run(task.bucketize_assembly, 2, *columns, ptx.bits_of(torch.full((len(x),), 0.25)))
+        squares = ptx.float_of(squares) - 0.25
     assert torch.equal(word, word_of(want, bits))
-    if corrected:
-        assert torch.allclose(ptx.float_of(squares), table[want].square().sum(-1), rtol=1e-6, atol=3e-7)
+    expected = table[want].square().sum(-1) if corrected else torch.zeros(())
+    assert torch.allclose(squares.float(), expected, rtol=1e-6, atol=3e-7)
 
 
 @pytest.mark.parametrize("bits", BITS)
