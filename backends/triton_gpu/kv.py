@@ -34,6 +34,7 @@ from mxkv.kv_formats import hadamard_block
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _WIDEST_ACCESS = 16
 _MOST_DIM = 512
+_BUSY = 16  # programs of a compute unit that are enough
 _WIDEST_BLOCK = 256
 # Of a load's dims that nothing else orders, Triton 3.6 takes the first for a warp's threads, 3.9 the last.
 _LANES_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
@@ -51,11 +52,13 @@ class KVConfig:
         num_warps: Warps of a program, a power of two.
         row_threads: Threads of a row, a power of two, as far as its width allows: several read what stands together,
             and need fewer registers; one keeps a rotation to itself.
+        steps: How many times a program takes so many rows, where there are enough for all compute units.
     """
 
     block_rows: int
     num_warps: int
     row_threads: int = 1
+    steps: int = 1
 
 
 def supports(spec: KVSpec) -> Verdict:
@@ -78,7 +81,7 @@ def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, paths: 
     if paths.interpreted:
         return KVConfig(128, 1)
     if takes_products(spec, paths):
-        return KVConfig(8, 1, PRODUCT_PARTS)
+        return KVConfig(8, 1, PRODUCT_PARTS, 8)
     if not spec.format.normed:
         return KVConfig(target.warp_size // 2, 1, 8)
     threads = max(2 if target.vendor == "amd" else 1, hadamard_block(spec.head_dim) // 128)
@@ -116,6 +119,7 @@ class RowsLaunch:
         self.target = devices.target_of(spec.device)
         self.paths = paths or paths_of(self.target)
         self.config = rows_default(spec, self.target, self.paths)
+        self.compute_units = devices.describe(spec.device).compute_units
         self.tasks: dict[tuple[int, int], KVTask] = {}
         self.guard = DeviceGuard(spec.device)
 
@@ -131,15 +135,19 @@ class RowsLaunch:
             return
         config = config or self.config
         tokens = slots.shape[0]
-        kernel: Any = store_kv_kernel if isinstance(self.spec, StoreKVSpec) else load_kv_kernel
-        programs = 2 * -(-tokens * self.spec.layout.heads // config.block_rows)
+        tiles = -(-tokens * self.spec.layout.heads // config.block_rows)
+        arguments = (
+            kv_cache, Heads(key, key.stride(0), key.stride(1)), Heads(value, value.stride(0), value.stride(1)), slots,
+            centroids, rotation, tokens, self.spec.layout.num_slots, self.spec.layout.block_stride, slots.stride(0),
+        )  # fmt: skip
+        task = self.task(kv_cache.data_ptr(), config.row_threads)
+        options: dict[str, Any] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
         with self.guard():
-            kernel[(programs,)](
-                kv_cache, Heads(key, key.stride(0), key.stride(1)), Heads(value, value.stride(0), value.stride(1)),
-                slots, centroids, rotation, tokens, self.spec.layout.num_slots, self.spec.layout.block_stride,
-                slots.stride(0), self.task(kv_cache.data_ptr(), config.row_threads), config.block_rows,
-                num_warps=config.num_warps, enable_fp_fusion=False,
-            )  # fmt: skip
+            if isinstance(self.spec, StoreKVSpec):
+                steps = max(1, min(config.steps, tiles // (_BUSY * self.compute_units)))
+                store_kv_kernel[(-(-tiles // steps),)](*arguments, steps, task, config.block_rows, **options)
+            else:
+                load_kv_kernel[(2 * tiles,)](*arguments, task, config.block_rows, **options)
 
     def task(self, address: int, row_threads: int) -> KVTask:
         """The kernels' constants for a cache at an address."""

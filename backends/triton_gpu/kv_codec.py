@@ -25,9 +25,8 @@ _WIDEST_ACCESS = 16
 _MOST_OF_A_THREAD = 128  # elements of a rotation's block: registers
 _LEAST_OF_A_THREAD = 16
 PRODUCT_PARTS = 4  # the lanes that share a row of a matrix product's operand
-_STEP = 2.0**40  # what rotated elements come times, so that a step past a midpoint is more than 1
+_COMPANDING = {3: (0.786, 3.19), 4: (0.62, 7.35)}  # of a normal distribution
 _RADIX = 255 * 256  # of a square's first digit
-_AS_STEPS = tl.constexpr(_STEP)
 _FIRST_DIGIT = tl.constexpr(float(_RADIX))
 
 
@@ -140,9 +139,13 @@ class KVTask:
         return tuple(struct.unpack("<i", struct.pack("<f", edge))[0] for edge in lloyd_max.midpoints(self.positive))
 
     @property
-    def counted(self) -> bool:
-        """Whether the squares of chosen centroids are summed as integers."""
-        return self.corrected and self.key_bits == 4 and self.assembled
+    def companding(self) -> tuple[float, float]:
+        """Numbers k and a: a tanh(k e), rounded, is the number of an edge e from the middle one, and far from the next.
+
+        Edges are the midpoints between centroids, which are alike for each width but for a factor.
+        """
+        k, a = _COMPANDING[self.key_bits]
+        return _fp32(k * self.dim**0.5), a
 
     @property
     def assembled(self) -> bool:
@@ -163,57 +166,38 @@ class KVTask:
         return _pack_assembly(self.value_bits)
 
 
+def _fp32(x: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", x))[0]
+
+
 def _bits_of(x: float) -> str:
     """A number as PTX writes an fp32."""
     return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
-def _below(x: float) -> float:
-    """The largest fp32 below a positive fp32."""
-    bits = struct.unpack("<I", struct.pack("<f", x))[0]
-    return struct.unpack("<f", struct.pack("<I", bits - 1))[0]
-
-
-def _count_lines(edges: list[float]) -> list[str]:
-    """PTX that makes of a magnitude ``a`` the number ``n`` of edges below it, and a half.
-
-    Three edges are counted one by one, each step 0 or 1. Of seven the middle one chooses which three are counted.
-    """
-    halved = len(edges) == 7
-    lines = []
-    steps = [_bits_of(-edge) for edge in edges]
-    if halved:
-        lines.append(f"setp.gt.f32 above, a, {_bits_of(edges[3])};")
-        lines += [f"selp.f32 m{i}, {steps[4 + i]}, {steps[i]}, above;" for i in range(3)]
-        lines.append(f"selp.f32 n, {_bits_of(4.5)}, {_bits_of(0.5)}, above;")
-        steps = ["m0", "m1", "m2"]
-    else:
-        lines.append(f"mov.f32 n, {_bits_of(0.5)};")
-    for step in steps:
-        lines += [f"add.rn.sat.f32 p, a, {step};", "add.rn.f32 n, n, p;"]
-    return lines
-
-
 def _squares_lines(task: KVTask) -> list[str]:
-    """PTX from eight codes of four bits in $0 to their centroids' squares, added to two sums.
+    """PTX from eight codes in the nibbles of ``word`` to their centroids' squares, added to two sums.
 
     A square is an integer (:attr:`KVTask.square_unit`) of three digits: the first is summed apart, the others weigh 255
     and 1. Integers have the same sum in any order.
     """
-    squares = [round(c * c / task.square_unit) for c in task.positive]
+    squares = [round(c * c / task.square_unit) for c in task.table]
+    lines = ["mov.b32 b, word;"]
+    if task.key_bits == 4:
+        squares = squares[8:]
+        lines = [
+            "shr.u32 b, word, 3;",  # a code below 8 mirrors one above
+            "not.b32 b, b;",
+            "and.b32 b, b, 0x11111111;",
+            "mul.lo.u32 b, b, 7;",
+            "xor.b32 b, b, word;",
+            "and.b32 b, b, 0x77777777;",
+        ]
+    lines.append("shr.u32 c, b, 16;")
     digits = [[n // _RADIX for n in squares], [n % _RADIX // 255 for n in squares], [n % _RADIX % 255 for n in squares]]
-    lines = [
-        "shr.u32 b, $0, 3;",  # a magnitude's code mirrors that of a negative element
-        "not.b32 b, b;",
-        "and.b32 b, b, 0x11111111;",
-        "mul.lo.u32 b, b, 7;",
-        "xor.b32 b, b, $0;",
-        "and.b32 b, b, 0x77777777;",
-        "shr.u32 c, b, 16;",
-    ]
     before = {"$1": "$12", "$2": "$13"}
     for digit, into, weight in zip(digits, ("$1", "$2", "$2"), (1, 255, 1), strict=True):
-        low, high = (sum(digit[4 * word + i] << (8 * i) for i in range(4)) for word in range(2))
+        low, high = (sum(digit[4 * half + i] << (8 * i) for i in range(4)) for half in range(2))
         for selector in ("b", "c"):
             lines += [
                 f"prmt.b32 looked, 0x{low:08x}, 0x{high:08x}, {selector};",
@@ -226,48 +210,46 @@ def _squares_lines(task: KVTask) -> list[str]:
 def _bucketize_assembly(task: KVTask) -> str:
     """PTX from eight elements and the factor they come times to packed codes, and to sums of their centroids' squares.
 
-    Of a symmetric table: the code of a magnitude is the number of positive midpoints up to it, and that of a negative
-    element mirrors it. (One that is on a midpoint takes the next code.) An edge is the fp32 below a midpoint, times
-    2**40 as elements are, so that add.sat is 1 where a magnitude is past it, else 0. Codes are counted and packed as
-    fp32 integers. The sums come as operands, of eight codes of 4 bits as integers (:func:`_squares_lines`).
+    Of a symmetric table. A rounded tanh gives the number of an edge beside which the element is: between the edges
+    before and after it. Whether the element is past that edge is then exact: each lane of the warp holds one edge, and
+    a shuffle gets it. With the factor come elements times k of :func:`_companding`, as edges do. The sums come as
+    operands (:func:`_squares_lines`).
     """
-    bits, positive = task.key_bits, task.positive
-    edges = [_below(m) * _STEP for m in lloyd_max.midpoints(positive)]
-    base, low, high = 1 << bits, "low", "high"
-    middle = ((1 << bits) - 1) / 2
-    columns, factor, sums = (3, "$11", "") if task.counted else (2, "$10", "$11")
-    lines = [".reg .f32 x, a, p, n, m0, m1, m2, low, high, squares;", ".reg .b32 b, c, looked;", ".reg .pred above;"]
-    linear = task.corrected and not task.counted  # few steps: the squares are summed with them
-    if linear:
-        lines.append(f"add.rn.f32 squares, {sums}, {_bits_of(8 * positive[0] * positive[0])};")
-    squares = [c * c for c in positive]
-    for j in range(8):
-        into = low if j < 4 else high
-        lines += [f"fma.rn.f32 x, ${columns + j}, {factor}, 0f00000000;", "abs.f32 a, x;"]  # no negative zero
-        counted = _count_lines(edges)
-        if linear:
-            for i, step in enumerate([line for line in counted if line.startswith("add.rn.sat")]):
-                square = f"fma.rn.f32 squares, p, {_bits_of(squares[i + 1] - squares[i])}, squares;"
-                counted.insert(counted.index(step) + 1, square)
-        lines += [*counted, "copysign.f32 n, x, n;"]
-        power = float(base ** (j % 4))
-        start = middle * sum(base**i for i in range(4))
-        lines.append(f"fma.rn.f32 {into}, n, {_bits_of(power)}, {_bits_of(start) if j % 4 == 0 else into};")
-    lines += [
-        f"add.rn.f32 low, low, {_bits_of(2.0**23)};",
-        f"add.rn.f32 high, high, {_bits_of(2.0**23)};",
-        "mov.b32 b, low;",
-        "mov.b32 c, high;",
-    ]
-    if bits == 4:
-        lines.append("prmt.b32 $0, b, c, 0x5410;")
-    else:
-        lines += ["and.b32 b, b, 0xfff;", "shl.b32 c, c, 12;", "and.b32 c, c, 0xfff000;", "or.b32 $0, b, c;"]
-    if task.counted:
+    k, most = task.companding
+    edges = lloyd_max.midpoints(task.table)
+    middle = len(edges) // 2
+    columns, factor = (3, "$11") if task.corrected else (1, "$9")
+    lines = [".reg .f32 x, t, e, p, edge;", ".reg .b32 word, b, c, looked;", ".reg .pred this;"]
+    lines += ["mov.u32 b, %laneid;", f"sub.s32 b, b, {middle};", "abs.s32 c, b;", "mov.f32 edge, 0f00000000;"]
+    for away in range(1, middle + 1):
+        lines += [f"setp.eq.s32 this, c, {away};", f"selp.f32 edge, {_bits_of(k * edges[middle + away])}, edge, this;"]
+    lines += ["mov.b32 x, b;", "copysign.f32 edge, x, edge;", "mov.b32 word, 0;"]
+    first = 1.5 * 2**23 + middle  # its last bits are the number of the middle edge
+    for j in reversed(range(8)):
+        lines += [
+            f"mul.rn.f32 x, ${columns + j}, {factor};",
+            "tanh.approx.f32 t, x;",
+            f"fma.rn.f32 t, t, {_bits_of(most)}, {_bits_of(first)};",
+            "mov.b32 b, t;",
+            "shfl.sync.idx.b32 e, edge, b, 31, 0xffffffff;",
+            "set.ge.f32.f32 p, x, e;",
+            "add.rn.f32 t, t, p;",
+            "mov.b32 b, t;",
+            "mad.lo.u32 word, word, 16, b;",
+        ]
+    excess = 0x4B400000 * 0x11111111 & 0xFFFFFFFF
+    lines.append(f"sub.u32 word, word, 0x{excess:08x};")
+    if task.corrected:
         lines += _squares_lines(task)
-    else:
-        lines.append(f"mov.f32 $1, {'squares' if linear else sums};")
-    return "{ " + " ".join(lines) + " }"
+    if task.key_bits == 3:  # nibbles to six bits in bytes, to 12 in halves, to 24
+        for shift, low, high in ((1, 0x07070707, 0x38383838), (2, 0x003F003F, 0x0FC00FC0), (4, 0xFFF, 0xFFF000)):
+            lines += [
+                f"shr.u32 b, word, {shift};",
+                f"and.b32 b, b, 0x{high:08x};",
+                f"and.b32 word, word, 0x{low:08x};",
+                "or.b32 word, word, b;",
+            ]
+    return "{ " + " ".join([*lines, "mov.b32 $0, word;"]) + " }"
 
 
 def _pack_assembly(bits: int) -> str:
@@ -416,17 +398,17 @@ def halves_of_columns(x):
 
 @triton.jit
 def _quad(x):
-    """[ROWS, parts, 4], or [ROWS, parts, 2, 2], as four columns."""
-    even, odd = halves_of_columns(x) if len(x.shape) == 3 else tl.split(x)
+    """[ROWS, parts, 4] as four columns."""
+    even, odd = halves_of_columns(x)
     c0, c2 = tl.split(even)
     c1, c3 = tl.split(odd)
     return (c0, c1, c2, c3)
 
 
 @triton.jit
-def octet_of(tiles, INDEX: tl.constexpr, TASK: tl.constexpr):
-    """The eight columns of a run of eight elements."""
-    if TASK.width == 4:
+def octet_of(tiles, INDEX: tl.constexpr, WIDTH: tl.constexpr):
+    """The eight columns of a run of eight elements, of tiles of so many columns."""
+    if WIDTH == 4:
         return _quad(tiles[2 * INDEX]) + _quad(tiles[2 * INDEX + 1])
     else:
         even, odd = halves_of_columns(tiles[INDEX])
@@ -529,23 +511,22 @@ def signs_of_products(dtype: tl.constexpr, TASK: tl.constexpr):
 
 
 @triton.jit
-def _columns_of_product(x, signs, TASK: tl.constexpr):
-    """A tile [ROWS, 4, 8] after four stages: those of the elements' bits 0 and 1, and those between the threads.
+def _product_of_tile(x, signs, TASK: tl.constexpr):
+    """A tile [ROWS, 4, 8] after four stages: those of the elements' bits 0 and 2, and those between the threads.
 
-    Eight rows and the elements' bit 2 are an operand's 16 rows: it then stands as it was read, each lane with elements
+    Eight rows and the elements' bit 1 are an operand's 16 rows: it then stands as it was read, each lane with elements
     of its own row, and so does the product.
     """
     PATHS: tl.constexpr = TASK.paths
     ROWS: tl.constexpr = x.shape[0]
-    x = tl.permute(tl.reshape(x, [ROWS // 8, 8, 4, 2, 2, 2]), (0, 3, 1, 4, 2, 5))
+    x = tl.permute(tl.reshape(x, [ROWS // 8, 8, 4, 2, 2, 2]), (0, 4, 1, 3, 2, 5))
     x = tl.reshape(x, [2 * ROWS, 16])
     if PATHS.interpreted:  # it multiplies the bits of bf16
         x = tl.dot(x.to(tl.float32), signs.to(tl.float32), input_precision="ieee")
     else:
         x = tl.dot(x, signs)
-    x = tl.permute(tl.reshape(x, [ROWS // 8, 2, 8, 2, 4, 2]), (0, 2, 4, 3, 5, 1))
-    low, high = tl.split(tl.reshape(x, [ROWS, 4, 2, 2, 2]))
-    return _quad(low) + _quad(high)
+    x = tl.permute(tl.reshape(x, [ROWS // 8, 2, 8, 2, 4, 2]), (0, 2, 4, 3, 1, 5))
+    return tl.reshape(x, [ROWS, 4, 8])
 
 
 @triton.jit
@@ -556,9 +537,9 @@ def turned_by_products(tiles, signs, TASK: tl.constexpr):
     """
     done = ()
     for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
-        done = done + _columns_of_product(tiles[i], signs, TASK)
-    for stage in tl.static_range(2, 10):
-        if 1 << stage < 8 * TASK.block_tiles:
+        done = done + octet_of((_product_of_tile(tiles[i], signs, TASK),), 0, 8)
+    for stage in tl.static_range(1, 10):
+        if stage != 2 and 1 << stage < 8 * TASK.block_tiles:
             turned = ()
             for i in tl.static_range(tl.constexpr(8 * TASK.block_tiles)):
                 if i & (1 << stage):
@@ -623,8 +604,8 @@ def _bucketize_symmetric(x, TASK: tl.constexpr):
 def encode_octet(columns, factor, sums, table, TASK: tl.constexpr):
     """Eight columns, to be multiplied by a factor [ROWS, 1], to packed codes and sums of their centroids' squares."""
     if TASK.assembled:
-        factor = tl.broadcast_to(factor * _AS_STEPS, columns[0].shape)
-        if TASK.counted:
+        factor = tl.broadcast_to(factor * TASK.companding[0], columns[0].shape)
+        if TASK.corrected:
             word, first, second = tl.inline_asm_elementwise(
                 TASK.bucketize_assembly, "=&r,=&r,=&r" + ",f" * 9 + ",r,r",
                 [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7], factor,
@@ -633,13 +614,13 @@ def encode_octet(columns, factor, sums, table, TASK: tl.constexpr):
             )  # fmt: skip
             return word, (first, second)
         else:
-            word, squares = tl.inline_asm_elementwise(
-                TASK.bucketize_assembly, "=&r,=&f" + ",f" * 10,
-                [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7], factor,
-                 sums[0]],
-                dtype=(tl.int32, tl.float32), is_pure=True, pack=1,
+            word = tl.inline_asm_elementwise(
+                TASK.bucketize_assembly, "=&r" + ",f" * 9,
+                [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7],
+                 factor],
+                dtype=tl.int32, is_pure=True, pack=1,
             )  # fmt: skip
-            return word, (squares,)
+            return word, sums
     else:
         word = tl.zeros(columns[0].shape, tl.int32)
         squares = sums[0]
@@ -657,7 +638,7 @@ def encode_octet(columns, factor, sums, table, TASK: tl.constexpr):
 @triton.jit
 def no_squares(SHAPE: tl.constexpr, TASK: tl.constexpr):
     """The sums of :func:`encode_octet` before the first eight."""
-    if TASK.counted:
+    if TASK.assembled:
         return (tl.zeros(SHAPE, tl.int32), tl.zeros(SHAPE, tl.int32))
     else:
         return (tl.zeros(SHAPE, tl.float32),)
@@ -666,7 +647,7 @@ def no_squares(SHAPE: tl.constexpr, TASK: tl.constexpr):
 @triton.jit
 def squares_of(sums, TASK: tl.constexpr):
     """The sums of :func:`encode_octet` [ROWS, parts] as one for each row, fp32 [ROWS]."""
-    if TASK.counted:
+    if TASK.assembled:
         whole = sums[0].to(tl.float32) * _FIRST_DIGIT + sums[1].to(tl.float32)
         return tl.sum(whole, 1) * TASK.square_unit
     else:
@@ -706,6 +687,37 @@ def look_up(code, table, BITS: tl.constexpr):
 
 
 # Values: from elements to codes.
+
+
+@triton.jit
+def extreme(a, b, MOST: tl.constexpr, PATHS: tl.constexpr):
+    """The larger, or the smaller, of elements; NaN where one is."""
+    if PATHS.pairs != "none" and a.dtype.primitive_bitwidth == 16:  # two at a time
+        KIND: tl.constexpr = ("max" if MOST else "min") + (".NaN.bf16x2" if a.dtype == tl.bfloat16 else ".NaN.f16x2")
+        return tl.inline_asm_elementwise(KIND + " $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+    elif MOST:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _extreme_of_halves(x, MOST: tl.constexpr, PATHS: tl.constexpr):
+    """The larger, or the smaller, of the two halves of a thread's elements, neighbours kept together."""
+    ROWS: tl.constexpr = x.shape[0]
+    PARTS: tl.constexpr = x.shape[1]
+    HALF: tl.constexpr = x.shape[2] // 2
+    a, b = tl.split(tl.permute(tl.reshape(x, [ROWS, PARTS, 2, HALF]), (0, 1, 3, 2)))
+    return extreme(a, b, MOST, PATHS)
+
+
+@triton.jit
+def extreme_of_columns(x, MOST: tl.constexpr, PATHS: tl.constexpr):
+    """The largest, or the smallest, of a thread's elements of a tile [ROWS, parts, width], fp32 [ROWS, parts]."""
+    if x.shape[2] == 8:
+        x = _extreme_of_halves(x, MOST, PATHS)
+    a, b = tl.split(_extreme_of_halves(x, MOST, PATHS))
+    return extreme(a.to(tl.float32), b.to(tl.float32), MOST, PATHS)
 
 
 @triton.jit

@@ -43,34 +43,39 @@ def word_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("d", [64, 16, 128])
 @pytest.mark.parametrize("bits", BITS)
 def test_keys_are_bucketized(bits: int, d: int, corrected: bool) -> None:
-    """On midpoints and beside them, at zeros of both signs, far out, and anywhere.
-
-    A negative element on a midpoint may take the code beside it.
-    """
+    """On midpoints and near them, at zeros of both signs, far out, and anywhere."""
     factor = 2.0**-5
-    edges = torch.tensor(lloyd_max.midpoints(lloyd_max.centroids(d, bits)))
-    on = torch.cat((edges[edges >= 0], edges.nextafter(edges + 1), edges.nextafter(edges - 1)))
-    other = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 11.3, -11.3, 1e-9, -1e-9])
-    anywhere = torch.randn(4096, generator=generator(0))
-    x = torch.cat((on / factor, other, anywhere))
-    x = x[torch.randperm(len(x) // 8 * 8, generator=generator(1))].view(-1, 8)
-    y = x * factor
     table = torch.tensor(lloyd_max.centroids(d, bits))
-    want = torch.bucketize(y, (table[:-1] + table[1:]) / 2, right=True)
+    edges = torch.tensor(lloyd_max.midpoints(table.tolist()))
+    near = torch.cat((edges, edges * (1 + 2.0**-21), edges * (1 - 2.0**-21)))
+    other = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 11.3, -11.3, 1e-9, -1e-9, 1e30, -1e30])
+    anywhere = torch.randn(8192, generator=generator(0)) * 2 * d**-0.5
+    y = torch.cat((near, other, anywhere))
+    y = y[torch.randperm(len(y), generator=generator(1))[: len(y) // 256 * 256]].view(-1, 8)
+    want = torch.bucketize(y, edges, right=True)
     task = store_task(bits, d, corrected)
-    columns = [ptx.bits_of(x[:, j]) for j in range(8)]
-    columns.append(ptx.bits_of(torch.full((len(x),), factor * kv_codec._STEP)))
-    if task.counted:
+    columns = [ptx.bits_of(y[:, j] / factor) for j in range(8)]
+    columns.append(ptx.bits_of(torch.full((len(y),), factor * task.companding[0])))
+    if corrected:
         before = [torch.full_like(columns[0], n) for n in (1000, 70)]
         word, *sums = ptx.run(task.bucketize_assembly, 3, *columns, *before)
-        counted = (sums[0] - 1000) * kv_codec._RADIX + (sums[1] - 70)
-        squares = counted.double() * task.square_unit
+        squares = ((sums[0] - 1000) * kv_codec._RADIX + (sums[1] - 70)).double() * task.square_unit
+        assert torch.allclose(squares.float(), table[want].square().sum(-1), rtol=1e-6)
     else:
-        word, squares = ptx.run(task.bucketize_assembly, 2, *columns, ptx.bits_of(torch.full((len(x),), 0.25)))
-        squares = ptx.float_of(squares) - 0.25
+        (word,) = ptx.run(task.bucketize_assembly, 1, *columns)
     assert torch.equal(word, word_of(want, bits))
-    expected = table[want].square().sum(-1) if corrected else torch.zeros(())
-    assert torch.allclose(squares.float(), expected, rtol=1e-6, atol=3e-7)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("d", [16, 80, 128, 512])
+def test_companding_counts_midpoints(bits: int, d: int) -> None:
+    """A tanh puts each midpoint near its number, so that a coarse tanh will do."""
+    k, most = store_task(bits, d).companding
+    edges = torch.tensor(lloyd_max.midpoints(lloyd_max.centroids(d, bits)))
+    middle = len(edges) // 2
+    numbers = torch.arange(-middle, middle + 1)
+    assert ((k * edges).tanh() * most - numbers).abs().max() < 0.4
+    assert most < middle + 0.4
 
 
 @pytest.mark.parametrize("bits", BITS)
