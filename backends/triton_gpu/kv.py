@@ -53,12 +53,14 @@ class KVConfig:
         row_threads: Threads of a row, a power of two, as far as its width allows: several read what stands together,
             and need fewer registers; one keeps a rotation to itself.
         steps: How many times a program takes so many rows, where there are enough for all compute units.
+        row_span: Elements that each of a row's threads takes together, a power of two of at least 8; 0 for all.
     """
 
     block_rows: int
     num_warps: int
     row_threads: int = 1
     steps: int = 1
+    row_span: int = 0
 
 
 def supports(spec: KVSpec) -> Verdict:
@@ -81,7 +83,7 @@ def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, paths: 
     if paths.interpreted:
         return KVConfig(128, 1)
     if takes_products(spec, paths):
-        return KVConfig(8, 1, PRODUCT_PARTS, 8)
+        return KVConfig(8, 1, PRODUCT_PARTS, 8, 16)
     if not spec.format.normed:
         return KVConfig(target.warp_size // 2, 1, 8)
     threads = max(2 if target.vendor == "amd" else 1, hadamard_block(spec.head_dim) // 128)
@@ -120,7 +122,7 @@ class RowsLaunch:
         self.paths = paths or paths_of(self.target)
         self.config = rows_default(spec, self.target, self.paths)
         self.compute_units = devices.describe(spec.device).compute_units
-        self.tasks: dict[tuple[int, int], KVTask] = {}
+        self.tasks: dict[tuple[int, int, int], KVTask] = {}
         self.guard = DeviceGuard(spec.device)
 
     def __call__(self, *tensors: Any, config: KVConfig | None = None) -> None:
@@ -140,7 +142,7 @@ class RowsLaunch:
             kv_cache, Heads(key, key.stride(0), key.stride(1)), Heads(value, value.stride(0), value.stride(1)), slots,
             centroids, rotation, tokens, self.spec.layout.num_slots, self.spec.layout.block_stride, slots.stride(0),
         )  # fmt: skip
-        task = self.task(kv_cache.data_ptr(), config.row_threads)
+        task = self.task(kv_cache.data_ptr(), config)
         options: dict[str, Any] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
         with self.guard():
             if isinstance(self.spec, StoreKVSpec):
@@ -149,16 +151,16 @@ class RowsLaunch:
             else:
                 load_kv_kernel[(2 * tiles,)](*arguments, task, config.block_rows, **options)
 
-    def task(self, address: int, row_threads: int) -> KVTask:
+    def task(self, address: int, config: KVConfig) -> KVTask:
         """The kernels' constants for a cache at an address."""
-        key = math.gcd(_WIDEST_ACCESS, address), row_threads
+        key = math.gcd(_WIDEST_ACCESS, address), config.row_threads, config.row_span
         found = self.tasks.get(key)
         if found is None:
             found = self.tasks[key] = kv_task(self.spec, self.paths, *key)
         return found
 
 
-def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> KVTask:
+def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1, row_span: int = 0) -> KVTask:
     """A kernel's constants.
 
     Args:
@@ -166,6 +168,7 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> K
         paths: The target's instructions (:func:`paths_of`).
         address: Of the cache, or its last four bits.
         row_threads: Threads that a row is to have.
+        row_span: Elements that each of them is to take together; 0 for all.
     """
     layout, dim = spec.layout, spec.head_dim
     table: tuple[float, ...] = ()
@@ -193,6 +196,7 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> K
         narrow=layout.num_slots < 1 << 31,
         paths=paths,
         row_threads=row_threads,
+        row_span=row_span,
         products=takes_products(spec, paths),
         lanes_first=_LANES_FIRST,
     )

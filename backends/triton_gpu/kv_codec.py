@@ -24,6 +24,7 @@ CORRECTION_FLOOR = tl.constexpr(1e-16)
 _WIDEST_ACCESS = 16
 _MOST_OF_A_THREAD = 128  # elements of a rotation's block: registers
 _LEAST_OF_A_THREAD = 16
+_OCTET = 8
 PRODUCT_PARTS = 4  # the lanes that share a row of a matrix product's operand
 _COMPANDING = {3: (0.786, 3.19), 4: (0.62, 7.35)}  # of a normal distribution
 _RADIX = 255 * 256  # of a square's first digit
@@ -51,6 +52,8 @@ class KVTask:
         narrow: Whether every slot fits 32 bits.
         paths: The target's instructions.
         row_threads: Threads that a row is to have, as far as its width allows.
+        row_span: Elements that one of several takes together, as far as its codes and its width allow; 0 for all of
+            its part of a block.
         products: Whether a matrix product takes four stages of the rotation: a row then has four threads.
         lanes_first: Whether a tile's pointers are [parts, ROWS, width], else [ROWS, parts, width]: as the compiler's
             choice of layout has it, a row's threads are neighbours.
@@ -77,6 +80,7 @@ class KVTask:
     narrow: bool
     paths: Paths
     row_threads: int = 1
+    row_span: int = 0
     products: bool = False
     lanes_first: bool = True
 
@@ -117,7 +121,10 @@ class KVTask:
     @property
     def span(self) -> int:
         """Elements of a thread that stand together."""
-        return self.dim if self.parts == 1 else self.block // self.parts
+        if self.parts == 1:
+            return self.dim
+        least = _LEAST_OF_A_THREAD if 3 in (self.key_bits, self.value_bits) else _OCTET
+        return min(max(self.row_span, least), self.block // self.parts) if self.row_span else self.block // self.parts
 
     @property
     def padded(self) -> int:
@@ -291,7 +298,7 @@ def stored_together(task, bits):
 @triton.constexpr_function
 def tile_start(task, index):
     """The first element of a tile (of its first part)."""
-    return index // task.block_tiles * task.block + index % task.block_tiles * task.width
+    return index * task.width // task.span * task.span * task.parts + index * task.width % task.span
 
 
 @triton.constexpr_function
@@ -352,7 +359,7 @@ def elements_at(rows, token, head, INDEX: tl.constexpr, TASK: tl.constexpr):
     PARTS: tl.constexpr = TASK.parts
     WIDTH: tl.constexpr = TASK.width
     START: tl.constexpr = tile_start(TASK, INDEX)
-    part = tl.arange(0, PARTS) * (TASK.block // PARTS)
+    part = tl.arange(0, PARTS) * TASK.span
     row = rows.ptr + token * rows.query_stride + head * rows.head_stride
     return spread(row, part, TASK) + (START + tl.arange(0, WIDTH)[None, None, :])
 

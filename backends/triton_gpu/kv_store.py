@@ -57,9 +57,8 @@ def _any_lost(raw, TASK: tl.constexpr):
 
 
 @triton.jit
-def _store_fp8_keys(key, token, head, exists, page, place, TASK: tl.constexpr):
+def _store_fp8_keys(raw, head, exists, page, place, TASK: tl.constexpr):
     PATHS: tl.constexpr = TASK.paths
-    raw = _load_rows(key, token, head, exists, TASK)
     runs = ()
     for i in tl.static_range(tl.constexpr(TASK.octets)):
         columns = kv_codec.octet_of(raw, i, TASK.width)
@@ -126,16 +125,15 @@ def _turned_rows(raw, signs, TASK: tl.constexpr):
 
 
 @triton.jit
-def _store_keys(key, token, head, exists, page, place, centroids, signs, TASK: tl.constexpr):
+def _store_keys(raw, key, token, head, valid, exists, page, place, centroids, signs, TASK: tl.constexpr):
     table = kv_codec.table_of(centroids, TASK)
-    raw = _load_rows(key, token, head, exists, TASK)
     octets, scale, squares = _turned_rows(raw, signs, TASK)
     # A sum that is not finite may be an overflow: then, and only then, is every element looked at.
     unsure = (squares != squares) | (squares == float("inf"))
     lost = squares != squares
     if not TASK.sanitize:
         if tl.max(unsure.to(tl.int32), 0) != 0:
-            lost = _any_lost(_load_rows(key, token, head, exists, TASK), TASK)
+            lost = _any_lost(_load_rows(key, token, head, valid, TASK), TASK)  # again: registers are few
     # A direction whose norm overflowed is zero.
     squares = tl.where(unsure, tl.where(lost, 0.0, float("inf")), squares)
     norm = tl.sqrt_rn(squares)
@@ -262,16 +260,18 @@ def _store_tile(
     kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride, slot_stride, tile,
     TASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    token, head, exists = kv_codec.rows_of(tile, tokens, ROWS, TASK)
-    slot = tl.load(slots + token * slot_stride, mask=exists, other=-1)
-    page, place, exists = kv_codec.pages_of(kv_cache, slot, exists, num_slots, block_stride, TASK)
-    values = _load_rows(value, token, head, exists, TASK)  # on their way while the keys are stored
+    token, head, valid = kv_codec.rows_of(tile, tokens, ROWS, TASK)
+    # Rows whose slots do not exist are read in vain, and the others without waiting for their slots.
+    keys = _load_rows(key, token, head, valid, TASK)
+    values = _load_rows(value, token, head, valid, TASK)
+    slot = tl.load(slots + token * slot_stride, mask=valid, other=-1)
+    page, place, exists = kv_codec.pages_of(kv_cache, slot, valid, num_slots, block_stride, TASK)
     if TASK.key_bits == 8:
-        _store_fp8_keys(key, token, head, exists, page, place, TASK)
+        _store_fp8_keys(keys, head, exists, page, place, TASK)
     elif TASK.rotated:
         _store_rotated_keys(key, token, head, exists, page, place, centroids, rotation, ROWS, TASK)
     else:
-        _store_keys(key, token, head, exists, page, place, centroids, signs, TASK)
+        _store_keys(keys, key, token, head, valid, exists, page, place, centroids, signs, TASK)
     _store_values(values, head, exists, page, place, TASK)
 
 
