@@ -52,7 +52,8 @@ class KVConfig:
         num_warps: Warps of a program, a power of two.
         row_threads: Threads of a row, a power of two, as far as its width allows: several read what stands together,
             and need fewer registers; one keeps a rotation to itself.
-        steps: How many times a program takes so many rows, where there are enough for all compute units.
+        steps: How many times a program that stores both keys and values goes on, where there are enough rows for all
+            compute units.
         row_span: Elements that each of a row's threads takes together, a power of two of at least 8; 0 for all.
     """
 
@@ -82,8 +83,9 @@ def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, paths: 
         return KVConfig(16, 4)
     if paths.interpreted:
         return KVConfig(128, 1)
-    if takes_products(spec, paths):
-        return KVConfig(8, 1, PRODUCT_PARTS, 8, 16)
+    if isinstance(spec, StoreKVSpec) and (takes_products(spec, paths) or not spec.format.normed):
+        span = 0 if 3 in (spec.format.key.bits, spec.format.value_bits) else 16  # else codes are written in byte pairs
+        return KVConfig(target.warp_size // PRODUCT_PARTS, 1, PRODUCT_PARTS, 8, span)
     if not spec.format.normed:
         return KVConfig(target.warp_size // 2, 1, 8)
     threads = max(2 if target.vendor == "amd" else 1, hadamard_block(spec.head_dim) // 128)
@@ -147,7 +149,8 @@ class RowsLaunch:
         with self.guard():
             if isinstance(self.spec, StoreKVSpec):
                 steps = max(1, min(config.steps, tiles // (_BUSY * self.compute_units)))
-                store_kv_kernel[(-(-tiles // steps),)](*arguments, steps, task, config.block_rows, **options)
+                programs = -(-tiles // steps) if task.together else 2 * tiles
+                store_kv_kernel[(programs,)](*arguments, steps, task, config.block_rows, **options)
             else:
                 load_kv_kernel[(2 * tiles,)](*arguments, task, config.block_rows, **options)
 

@@ -25,6 +25,7 @@ _WIDEST_ACCESS = 16
 _MOST_OF_A_THREAD = 128  # elements of a rotation's block: registers
 _LEAST_OF_A_THREAD = 16
 _OCTET = 8
+_MOST_TOGETHER = 32
 PRODUCT_PARTS = 4  # the lanes that share a row of a matrix product's operand
 _COMPANDING = {3: (0.786, 3.19), 4: (0.62, 7.35)}  # of a normal distribution
 _RADIX = 255 * 256  # of a square's first digit
@@ -125,6 +126,11 @@ class KVTask:
             return self.dim
         least = _LEAST_OF_A_THREAD if 3 in (self.key_bits, self.value_bits) else _OCTET
         return min(max(self.row_span, least), self.block // self.parts) if self.row_span else self.block // self.parts
+
+    @property
+    def together(self) -> bool:
+        """Whether a program stores both keys and values: where a thread's parts of both fit its registers."""
+        return not self.rotated and self.dim <= _MOST_TOGETHER * self.parts
 
     @property
     def padded(self) -> int:

@@ -1,6 +1,7 @@
 """Store and load of keys and values: one kernel each, for every format.
 
-    grid      one program for ROWS rows (a row is one head of one token), several times
+    grid      one program for ROWS rows (a row is one head of one token), of keys and values, several times; or, where
+              a thread has much of a row, once, of either
     reads     keys, values   [ROWS, dim]                 once, in 16 bytes for a thread
     writes    codes          [ROWS, key bytes]
               fp16 numbers   [ROWS, fields]
@@ -257,22 +258,32 @@ def _store_rotated_keys(
 
 @triton.jit
 def _store_tile(
-    kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride, slot_stride, tile,
+    kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride, slot_stride, tile, turn,
     TASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     token, head, valid = kv_codec.rows_of(tile, tokens, ROWS, TASK)
-    # Rows whose slots do not exist are read in vain, and the others without waiting for their slots.
-    keys = _load_rows(key, token, head, valid, TASK)
-    values = _load_rows(value, token, head, valid, TASK)
+    if TASK.together:
+        # Rows whose slots do not exist are read in vain, and the others without waiting for their slots.
+        keys = _load_rows(key, token, head, valid, TASK)
+        values = _load_rows(value, token, head, valid, TASK)
     slot = tl.load(slots + token * slot_stride, mask=valid, other=-1)
     page, place, exists = kv_codec.pages_of(kv_cache, slot, valid, num_slots, block_stride, TASK)
-    if TASK.key_bits == 8:
-        _store_fp8_keys(keys, head, exists, page, place, TASK)
-    elif TASK.rotated:
-        _store_rotated_keys(key, token, head, exists, page, place, centroids, rotation, ROWS, TASK)
+    if TASK.together:
+        if TASK.key_bits == 8:
+            _store_fp8_keys(keys, head, exists, page, place, TASK)
+        else:
+            _store_keys(keys, key, token, head, valid, exists, page, place, centroids, signs, TASK)
+        _store_values(values, head, exists, page, place, TASK)
+    elif turn == 1:
+        _store_values(_load_rows(value, token, head, exists, TASK), head, exists, page, place, TASK)
     else:
-        _store_keys(keys, key, token, head, valid, exists, page, place, centroids, signs, TASK)
-    _store_values(values, head, exists, page, place, TASK)
+        if TASK.key_bits == 8:
+            _store_fp8_keys(_load_rows(key, token, head, exists, TASK), head, exists, page, place, TASK)
+        elif TASK.rotated:
+            _store_rotated_keys(key, token, head, exists, page, place, centroids, rotation, ROWS, TASK)
+        else:
+            keys = _load_rows(key, token, head, exists, TASK)
+            _store_keys(keys, key, token, head, exists, exists, page, place, centroids, signs, TASK)
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots", "steps"])
@@ -281,24 +292,31 @@ def store_kv_kernel(
     TASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     PATHS: tl.constexpr = TASK.paths
-    signs = None
-    if TASK.products:
-        signs = kv_codec.signs_of_products(key.ptr.dtype.element_ty, TASK)
-    first = tl.program_id(0) * steps
-    if PATHS.interpreted:
-        tile = first
-        while tile < first + steps:
-            _store_tile(
-                kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride, slot_stride,
-                tile, TASK, ROWS,
-            )  # fmt: skip
-            tile += 1
+    program = tl.program_id(0)
+    if not TASK.together:
+        _store_tile(
+            kv_cache, key, value, slots, centroids, rotation, None, tokens, num_slots, block_stride, slot_stride,
+            program // 2, program % 2, TASK, ROWS,
+        )  # fmt: skip
     else:
-        for tile in tl.range(first, first + steps, num_stages=1):
-            _store_tile(
-                kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride, slot_stride,
-                tile, TASK, ROWS,
-            )  # fmt: skip
+        signs = None
+        if TASK.products:
+            signs = kv_codec.signs_of_products(key.ptr.dtype.element_ty, TASK)
+        tile = program * steps
+        last = tile + steps
+        if PATHS.interpreted:
+            while tile < last:  # the interpreter has no range of what a kernel computes
+                _store_tile(
+                    kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride,
+                    slot_stride, tile, 0, TASK, ROWS,
+                )  # fmt: skip
+                tile += 1
+        else:
+            for each in tl.range(tile, last, num_stages=1):
+                _store_tile(
+                    kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride,
+                    slot_stride, each, 0, TASK, ROWS,
+                )  # fmt: skip
 
 
 @triton.jit
