@@ -93,42 +93,51 @@ def _squares_of_rows(raw, TASK: tl.constexpr):
 
 
 @triton.jit
-def _turned_rows(raw, signs, TASK: tl.constexpr):
-    """Rows through the butterfly: their columns, octet after octet, what these are to come times, and squares' sums.
+def _turned_by_products(raw, signs, TASK: tl.constexpr):
+    """Rows through the butterfly, as columns, octet after octet; and the sums of rows' squares [ROWS].
 
     The squares of what is turned are those of the key, times a power of two.
     """
     octets = ()
-    if TASK.products:
-        squares = tl.zeros([raw[0].shape[0], raw[0].shape[1]], tl.float32)
-        for block in tl.static_range(tl.constexpr(TASK.blocks)):
-            tiles = ()
-            for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
-                tiles = tiles + (raw[block * TASK.block_tiles + i],)
-            columns = kv_codec.turned_by_products(tiles, signs, TASK)
-            for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
-                octet = ()
-                for j in tl.static_range(8):
-                    octet = octet + (columns[8 * i + j],)
-                    squares = tl.fma(octet[j], octet[j], squares)
-                octets = octets + (octet,)
-        SCALE: tl.constexpr = kv_codec.products_scale(TASK)
-        return octets, kv_codec.scale_of_rotation(TASK) / SCALE, tl.sum(squares, 1) * (1 / (TASK.block * SCALE * SCALE))
-    else:
-        for block in tl.static_range(tl.constexpr(TASK.blocks)):
-            tiles = ()
-            for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
-                tiles = tiles + (_as_fp32(raw[block * TASK.block_tiles + i], TASK),)
-            tiles = kv_codec.butterfly(tiles, TASK)
-            for i in tl.static_range(tl.constexpr(TASK.octets // TASK.blocks)):
-                octets = octets + (kv_codec.octet_of(tiles, i, TASK.width),)
-        return octets, kv_codec.scale_of_rotation(TASK), _squares_of_rows(raw, TASK)
+    squares = tl.zeros([raw[0].shape[0], raw[0].shape[1]], tl.float32)
+    for block in tl.static_range(tl.constexpr(TASK.blocks)):
+        tiles = ()
+        for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+            tiles = tiles + (raw[block * TASK.block_tiles + i],)
+        columns = kv_codec.turned_by_products(tiles, signs, TASK)
+        for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+            octet = ()
+            for j in tl.static_range(8):
+                octet = octet + (columns[8 * i + j],)
+                squares = tl.fma(octet[j], octet[j], squares)
+            octets = octets + (octet,)
+    SCALE: tl.constexpr = kv_codec.products_scale(TASK)
+    return octets, tl.sum(squares, 1) * (1 / (TASK.block * SCALE * SCALE))
+
+
+@triton.jit
+def _turned(raw, divisor, TASK: tl.constexpr):
+    """Rows, divided, through the butterfly, as columns, octet after octet."""
+    PATHS: tl.constexpr = TASK.paths
+    octets = ()
+    for block in tl.static_range(tl.constexpr(TASK.blocks)):
+        tiles = ()
+        for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+            x = _as_fp32(raw[block * TASK.block_tiles + i], TASK)
+            tiles = tiles + (kv_codec.divide(x, divisor[:, None, None], PATHS),)
+        tiles = kv_codec.butterfly(tiles, TASK)
+        for i in tl.static_range(tl.constexpr(TASK.octets // TASK.blocks)):
+            octets = octets + (kv_codec.octet_of(tiles, i, TASK.width),)
+    return octets
 
 
 @triton.jit
 def _store_keys(raw, key, token, head, valid, exists, page, place, centroids, signs, TASK: tl.constexpr):
     table = kv_codec.table_of(centroids, TASK)
-    octets, scale, squares = _turned_rows(raw, signs, TASK)
+    if TASK.products:
+        octets, squares = _turned_by_products(raw, signs, TASK)
+    else:
+        squares = _squares_of_rows(raw, TASK)
     # A sum that is not finite may be an overflow: then, and only then, is every element looked at.
     unsure = (squares != squares) | (squares == float("inf"))
     lost = squares != squares
@@ -138,12 +147,17 @@ def _store_keys(raw, key, token, head, valid, exists, page, place, centroids, si
     # A direction whose norm overflowed is zero.
     squares = tl.where(unsure, tl.where(lost, 0.0, float("inf")), squares)
     norm = tl.sqrt_rn(squares)
-    factor = tl.math.div_rn(tl.full(norm.shape, scale, tl.float32), norm + kv_codec.NORM_FLOOR)[:, None]
+    divisor = norm + kv_codec.NORM_FLOOR
+    factor = tl.full(norm.shape, kv_codec.scale_of_rotation(TASK), tl.float32)
+    if TASK.products:  # sums, and what they are multiplied by, may have any order: a division for each row is enough
+        factor = tl.math.div_rn(factor * (1 / kv_codec.products_scale(TASK)), divisor)
+    else:
+        octets = _turned(raw, divisor, TASK)
     runs = ()
     sums = kv_codec.no_squares(octets[0][0].shape, TASK)
     flat = tl.where(lost, 0, kv_codec.word_of_zeros(table, TASK))[:, None]
     for i in tl.static_range(tl.constexpr(TASK.octets)):
-        word, sums = kv_codec.encode_octet(octets[i], factor, sums, table, TASK)
+        word, sums = kv_codec.encode_octet(octets[i], factor[:, None], sums, table, TASK)
         runs = runs + (tl.where(unsure[:, None], flat, word),)
     if TASK.corrected:
         chosen = kv_codec.squares_of(sums, TASK) + kv_codec.CORRECTION_FLOOR
@@ -293,15 +307,15 @@ def store_kv_kernel(
 ):  # fmt: skip
     PATHS: tl.constexpr = TASK.paths
     program = tl.program_id(0)
+    signs = None
+    if TASK.products:
+        signs = kv_codec.signs_of_products(key.ptr.dtype.element_ty, TASK)
     if not TASK.together:
         _store_tile(
-            kv_cache, key, value, slots, centroids, rotation, None, tokens, num_slots, block_stride, slot_stride,
+            kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride, slot_stride,
             program // 2, program % 2, TASK, ROWS,
         )  # fmt: skip
     else:
-        signs = None
-        if TASK.products:
-            signs = kv_codec.signs_of_products(key.ptr.dtype.element_ty, TASK)
         tile = program * steps
         last = tile + steps
         if PATHS.interpreted:
