@@ -97,7 +97,7 @@ def store_calls(format: str, tokens: int, ordered: bool) -> list[StoreCall]:
 
 
 def store_configs() -> list[kv.KVConfig]:
-    """Configurations to compare: tiles, what a thread takes together, how often a program goes on (which compiles once)."""
+    """Configurations to compare: tiles, what a thread takes together, and how often a program goes on."""
     tiles = ((8, 1, 16), (8, 1, 0), (8, 1, 8), (16, 2, 16), (16, 1, 16))  # rows, warps, a thread's span
     return [
         kv.KVConfig(rows, warps, 4, steps, span)
