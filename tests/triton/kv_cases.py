@@ -149,7 +149,7 @@ def cases(everything: bool) -> Iterator[KVCase]:
     k8v4, k4v4, k3v4, k3v3 = mxkv.KV_FORMATS.values()
     yield KVCase("store_kv", k8v4, main=True)
     yield KVCase("store_kv", k4v4, main=True, costly=True)
-    yield KVCase("store_kv", k4v4, 64, main=True)
+    yield KVCase("store_kv", k4v4, 64)
     yield KVCase("store_kv", K3V3, 16, tabled=True, dtype=FP16)
     yield KVCase("store_kv", k3v3, 16, rotated=True, dtype=FP32)
     yield KVCase("load_kv", k3v4, 32)
