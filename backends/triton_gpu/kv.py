@@ -201,7 +201,8 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1, row_
         row_threads=row_threads,
         row_span=row_span,
         products=takes_products(spec, paths),
-        lanes_first=_LANES_FIRST,
+        # A butterfly between threads is better off where they stand apart.
+        parts_first=_LANES_FIRST and (takes_products(spec, paths) or not spec.format.normed),
     )
 
 
@@ -359,6 +360,7 @@ class AttendKVLaunch:
                 block_queries=config.block_queries,
                 block_tokens=config.block_tokens,
                 halves=self.halves,
+                lanes_first=_LANES_FIRST,
             )
         return found
 

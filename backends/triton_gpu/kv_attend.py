@@ -86,8 +86,8 @@ class AttendKVTask(KVTask):
         block_queries: Rows of queries of a program.
         block_tokens: Tokens of a tile.
         halves: The centroids times a factor, as numbers that fp16 holds; empty where the call has its own.
-        lanes_first: Of tiles of codes: whether they are [t, g, R, n], else [R, g, t, n], so that a warp's threads are
-            along t, then g.
+        lanes_first: Whether tiles of codes are [t, g, R, n], else [R, g, t, n]: as the compiler's choice of layout has
+            it, a warp's threads are along t, then g.
     """
 
     chunks: tuple[KVChunk, ...] = ()
@@ -98,6 +98,7 @@ class AttendKVTask(KVTask):
     block_queries: int = 8
     block_tokens: int = 32
     halves: tuple[float, ...] = ()
+    lanes_first: bool = True
 
     @property
     def group(self) -> int:

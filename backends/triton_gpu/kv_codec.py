@@ -25,7 +25,7 @@ _WIDEST_ACCESS = 16
 _MOST_OF_A_THREAD = 128  # elements of a rotation's block: registers
 _LEAST_OF_A_THREAD = 16
 _OCTET = 8
-_MOST_TOGETHER = 32
+_MOST_TOGETHER = 32  # elements of a thread
 PRODUCT_PARTS = 4  # the lanes that share a row of a matrix product's operand
 _COMPANDING = {3: (0.786, 3.19), 4: (0.62, 7.35)}  # of a normal distribution
 _RADIX = 255 * 256  # of a square's first digit
@@ -56,7 +56,7 @@ class KVTask:
         row_span: Elements that one of several takes together, as far as its codes and its width allow; 0 for all of
             its part of a block.
         products: Whether a matrix product takes four stages of the rotation: a row then has four threads.
-        lanes_first: Whether a tile's pointers are [parts, ROWS, width], else [ROWS, parts, width]: as the compiler's
+        parts_first: Whether a tile's pointers are [parts, ROWS, width], else [ROWS, parts, width]: as the compiler's
             choice of layout has it, a row's threads are neighbours.
     """
 
@@ -83,7 +83,7 @@ class KVTask:
     row_threads: int = 1
     row_span: int = 0
     products: bool = False
-    lanes_first: bool = True
+    parts_first: bool = False
 
     @property
     def normed(self) -> bool:
@@ -130,7 +130,7 @@ class KVTask:
     @property
     def together(self) -> bool:
         """Whether a program stores both keys and values: where a thread's parts of both fit its registers."""
-        return not self.rotated and self.dim <= _MOST_TOGETHER * self.parts
+        return (self.products or not self.normed) and self.dim <= _MOST_TOGETHER * self.parts
 
     @property
     def padded(self) -> int:
@@ -373,7 +373,7 @@ def elements_at(rows, token, head, INDEX: tl.constexpr, TASK: tl.constexpr):
 @triton.jit
 def spread(row, part, TASK: tl.constexpr):
     """Pointers to rows [ROWS], and where their parts begin [parts], as [ROWS, parts, 1], or [parts, ROWS, 1]."""
-    if TASK.lanes_first:
+    if TASK.parts_first:
         return row[None, :, None] + part[:, None, None]
     else:
         return row[:, None, None] + part[None, :, None]
@@ -382,7 +382,7 @@ def spread(row, part, TASK: tl.constexpr):
 @triton.jit
 def spread_mask(exists, TASK: tl.constexpr):
     """Rows' masks [ROWS] for such pointers."""
-    if TASK.lanes_first:
+    if TASK.parts_first:
         return exists[None, :, None]
     else:
         return exists[:, None, None]
@@ -391,7 +391,7 @@ def spread_mask(exists, TASK: tl.constexpr):
 @triton.jit
 def in_order(tile, TASK: tl.constexpr):
     """What such pointers read, or are to write, from one order of dims to the other: [ROWS, parts, n] in kernels."""
-    if TASK.lanes_first:
+    if TASK.parts_first:
         return tl.permute(tile, (1, 0, 2))
     else:
         return tile
@@ -636,7 +636,7 @@ def encode_octet(columns, factor, sums, table, TASK: tl.constexpr):
             return word, sums
     else:
         word = tl.zeros(columns[0].shape, tl.int32)
-        squares = sums[0]
+        squares = tl.zeros(columns[0].shape, tl.float32)
         for j in tl.static_range(8):
             if TASK.symmetric:
                 code, square = _bucketize_symmetric(columns[j] * factor, TASK)
@@ -645,7 +645,7 @@ def encode_octet(columns, factor, sums, table, TASK: tl.constexpr):
                 square = centroid * centroid
             word = word | (code << (TASK.key_bits * j))
             squares += square
-        return word, (squares,)
+        return word, (sums[0] + squares,)
 
 
 @triton.jit
