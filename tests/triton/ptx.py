@@ -132,6 +132,7 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "selp.f32": lambda a, b, chosen: torch.where(chosen != 0, a, b),
     "not.b32": lambda a: a ^ WORD,
     "xor.b32": torch.bitwise_xor,
+    "mul.hi.u32": lambda a, b: (a * b) >> 32,  # of a product below 2**63
     "mul.lo.u32": lambda a, b: (a * b) & WORD,
     "add.s32": lambda a, b: (a + b) & WORD,
     "sub.u32": lambda a, b: (a - b) & WORD,
