@@ -11,7 +11,8 @@ A tile has one line for each group, so that the largest magnitude of a group is 
 changes its layout between the load and the store. A row is taken in up to three regions, each with its own element
 code: the quantized groups that no rotation touches, those that RoPE rotates, and a bf16 tail. The first is most of the
 row, and the others cost most: programs of their own do not make it wait. RoPE's pairs are the very pairs that a tile
-holds: it needs no shuffle.
+holds: it needs no shuffle. Where all groups of a row fill a tile and are encoded two bf16 at a time, they are one
+region: those that RoPE rotates are rotated in a tile of their own and then put in their places, and no lane idles.
 """
 
 from __future__ import annotations
