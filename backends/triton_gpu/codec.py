@@ -429,14 +429,13 @@ def bf16_pair(x, y, PATHS: tl.constexpr):
         return encode_bf16(x) | (encode_bf16(y) << 16)
 
 
-# Upper halves of two fp32, the last bit of each set where its lower half is not zero.
+# Upper halves of two fp32, the last bit of each set where its lower half is not zero; the last operand is 0x00010001.
 ODD_ASSEMBLY = tl.constexpr("""{
-    .reg .b32 lost, one;
-    mov.b32 one, 0x00010001;
+    .reg .b32 kept, lost;
+    prmt.b32 kept, $1, $2, 0x7632;
     prmt.b32 lost, $1, $2, 0x5410;
-    min.u16x2 lost, lost, one;
-    prmt.b32 $0, $1, $2, 0x7632;
-    or.b32 $0, $0, lost;
+    min.u16x2 lost, lost, $3;
+    or.b32 $0, kept, lost;
 }""")
 
 
@@ -450,7 +449,10 @@ def odd_pair(x, y, PATHS: tl.constexpr):
     and the odd bf16 beside it. Tested around all bounds. NaN stays NaN.
     """
     if PATHS.pairs == "full":
-        return tl.inline_asm_elementwise(ODD_ASSEMBLY, "=&r,f,f", [x, y], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            ODD_ASSEMBLY, "=r,f,f,r", [x, y, tl.full(x.shape, 0x00010001, tl.int32)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         low, high = bits_of(x), bits_of(y)
         low = low | ((low + 0xFFFF) & 0x10000)

@@ -99,7 +99,8 @@ def test_odd_pairs() -> None:
         torch.arange(0, 1 << 16, 7), torch.tensor([0, 1, 0x7FFF, 0x8000, 0xFFFF]), indexing="ij"
     )
     upper, lower = upper.flatten(), lower.flatten()
-    (got,) = ptx.run(codec.ODD_ASSEMBLY.value, 1, (upper << 16) | lower, (upper.flip(0) << 16) | lower.flip(0))
+    x = (upper << 16) | lower
+    (got,) = ptx.run(codec.ODD_ASSEMBLY.value, 1, x, x.flip(0), twice(1, x))
     want = upper | (lower != 0)
     assert torch.equal(got, want | (want.flip(0) << 16))
 
