@@ -146,6 +146,7 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "selp.f32": lambda a, b, chosen: torch.where(chosen != 0, a, b),
     "not.b32": lambda a: a ^ WORD,
     "xor.b32": torch.bitwise_xor,
+    "mul.hi.u32": lambda a, b: (a * b) >> 32,  # of a product below 2**63
     "mul.lo.u32": lambda a, b: (a * b) & WORD,
     "sub.u32": lambda a, b: (a - b) & WORD,
     "mul.rn.f32": lambda a, b: bits_of(float_of(a) * float_of(b)),
