@@ -1,7 +1,7 @@
 """compress_norm, compress_store and save_ring_rows on a GPU against the copy ceiling: medians, bytes, fractions.
 
     python benchmarks/bench_compress_gpu.py --out DIR            the table
-    python benchmarks/bench_compress_gpu.py --out DIR --sweep    also times launch configurations
+    python benchmarks/bench_compress_gpu.py --out DIR --sweep    also times configurations (--only-sweep: only them)
     python benchmarks/bench_compress_gpu.py --check              only compares with the torch backend
     python benchmarks/bench_compress_gpu.py --once mxfp8         a few launches, for a profiler ("norm": compress_norm)
 
@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from measuring import (
     copy_ceiling,
     empty_kernel,
     environment,
+    in_processes,
     launched,
     repeated,
     replayed,
@@ -42,6 +44,44 @@ from mxkv.contracts import Packed
 
 DIM, RING_DIM, CAPACITY, BLOCK_SIZE, MAX_POSITION, EPS = 512, 1024, 8, 64, 1 << 16, 1e-6
 CONFIGS = tuple(CompressConfig(tokens, registers) for registers in (255, 64) for tokens in (1, 2, 4, 8))
+BEFORE = {"merged": False, "together": False}
+FEW_TRIED = (
+    CompressConfig(8, 64, **BEFORE),
+    CompressConfig(8, 64, together=False),
+    *(CompressConfig(tokens, 64) for tokens in (8, 4, 2, 1)),
+    CompressConfig(8, 64, early=True),
+    CompressConfig(8, 64, hint="cg"),
+    *(CompressConfig(tokens, 64, ahead=2048) for tokens in (8, 2)),
+    CompressConfig(8, 80, ahead=2048),
+    CompressConfig(2, 64, early=True, hint="cg"),
+)
+MANY_TRIED = (
+    *FEW_TRIED,
+    CompressConfig(8, 64, merged=False),
+    CompressConfig(2, 64, early=True),
+    CompressConfig(4, 64, early=True),
+    CompressConfig(8, 64, hint="first"),
+    CompressConfig(8, 64, early=True, hint="cg"),
+    CompressConfig(16, 64),
+    *(CompressConfig(8, registers) for registers in (56, 72, 96, 255)),
+    *(CompressConfig(8, 64, ahead=ahead) for ahead in (512, 8192)),
+    CompressConfig(8, 128, ahead=2048),
+    CompressConfig(8, 64, hint="cg", ahead=2048),
+    CompressConfig(2, 64, early=True, hint="cg", ahead=2048),
+    CompressConfig(2, 64, 2),
+    CompressConfig(8, 64, 2),
+    CompressConfig(8, 40, 2, ahead=2048),
+)
+ONES_TRIED = (
+    CompressConfig(1, 64, **BEFORE),
+    *(CompressConfig(1, 64, warps) for warps in (1, 2, 4)),
+    *(CompressConfig(1, 64, warps, early=True) for warps in (1, 2, 4, 8)),
+    *(CompressConfig(1, 64, warps, early=True, eager=True) for warps in (2, 4, 8)),
+    CompressConfig(1, 255, 4, early=True),
+    CompressConfig(1, 255, 4, early=True, eager=True),
+    CompressConfig(1, 255, 1, early=True, eager=True),
+    CompressConfig(2, 64, 4, early=True),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +153,13 @@ SMALL = (
     Shape(64, 1, "mxfp8", first=4097, wanted_us=3),
 )
 SWEEP = (
-    Shape(16, 16384),
-    Shape(16, 16384, "mxfp8"),
-    Shape(16, 16384, "nvfp4"),
-    Shape(16, 16384, ratio=1),
-    Shape(4096, 1, "mxfp8", first=4097),
-    Shape(1, 4096),
+    *((shape, ONES_TRIED) for shape in SMALL),
+    (Shape(16, 16384, "mxfp8"), MANY_TRIED),
+    (Shape(16, 16384, "mxfp4"), FEW_TRIED),
+    (Shape(16, 16384), FEW_TRIED),
+    (Shape(16, 16384, "nvfp4"), FEW_TRIED[:8]),
+    (Shape(4096, 1, "mxfp8", first=4097), ONES_TRIED),
+    (Shape(1, 4096), (*ONES_TRIED, CompressConfig(2, 64))),
 )
 
 
@@ -206,20 +247,43 @@ def make(shape: Shape, seed: int = 0) -> Buffers:
     return Buffers(shape, packed, out, cache, cache_slots, table)
 
 
+def smaller(shape: Shape) -> Shape:
+    """A few of a shape's requests: two of many, so that Triton does not see other numbers of slots than it will."""
+    requests = min(shape.requests, max(2, 4096 // shape.chunk))
+    return dataclasses.replace(shape, requests=requests, chunk=min(shape.chunk, 4133))
+
+
+def outcome_of(shape: Shape, run: Callable[[Buffers], None]) -> list[torch.Tensor]:
+    """What a run leaves of rows of many magnitudes."""
+    buffers = make(shape, seed=1)
+    g = torch.Generator(DEVICE).manual_seed(2)
+    exponent = torch.randint(-12, 13, (shape.tokens, 1), device=DEVICE, generator=g)
+    buffers.packed.rows[:, :DIM].mul_(2.0**exponent)
+    buffers.out.fill_(-7.0)
+    run(buffers)
+    return [tensor.clone() for tensor in buffers.outcome()]
+
+
+@functools.lru_cache(maxsize=1)
+def oracle_of(shape: Shape) -> list[torch.Tensor]:
+    """What the torch backend leaves."""
+    return outcome_of(shape, functools.partial(Buffers.run, backend="torch"))
+
+
 def is_right(shape: Shape, run: Callable[[Buffers], None]) -> bool:
-    """Whether a run gives the torch backend's bytes, on rows of many magnitudes."""
-    requests = max(1, min(shape.requests, 4096 // shape.chunk))
-    small = dataclasses.replace(shape, requests=requests, chunk=min(shape.chunk, 4133))
-    outcomes = []
-    for call in (run, functools.partial(Buffers.run, backend="torch")):
-        buffers = make(small, seed=1)
-        g = torch.Generator(DEVICE).manual_seed(2)
-        exponent = torch.randint(-12, 13, (small.tokens, 1), device=DEVICE, generator=g)
-        buffers.packed.rows[:, :DIM].mul_(2.0**exponent)
-        buffers.out.fill_(-7.0)
-        call(buffers)
-        outcomes.append([tensor.clone() for tensor in buffers.outcome()])
-    return all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
+    """Whether a run gives the torch backend's bytes."""
+    small = smaller(shape)
+    return all(torch.equal(*pair) for pair in zip(outcome_of(small, run), oracle_of(small), strict=True))
+
+
+def verdict_of(job: tuple[Shape, CompressConfig]) -> str:
+    """What is wrong with a configuration's bytes; compiles it."""
+    shape, config = job
+    try:
+        right = is_right(shape, functools.partial(Buffers.run_as, config=config))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if right else "wrong bytes"
 
 
 def sets_for(shape: Shape) -> list[Buffers]:
@@ -272,29 +336,49 @@ def measure_small(shape: Shape, calls: int = 200) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sweep(ceiling: float, match: str) -> list[dict[str, Any]]:
+def short(config: CompressConfig) -> str:
+    """A configuration in few letters: tokens/registers, and what is not as usual."""
+    text = f"{config.block_tokens}/{config.most_registers}"
+    text += f"/{config.num_warps}w" * (config.num_warps > 1) + "/apart" * (not config.merged)
+    text += "/one by one" * (not config.together) + f"/{config.hint}" * bool(config.hint)
+    return text + f"/ahead {config.ahead}" * bool(config.ahead) + "/early" * config.early + "/eager" * config.eager
+
+
+def sweep(ceiling: float, match: str, workers: int = 14) -> list[dict[str, Any]]:
     """Every configuration of some shapes: its median, if its bytes are right."""
+    begun = time.monotonic()
+    jobs = [(shape, config) for shape, configs in SWEEP if match in shape.name for config in configs]
+    verdicts = dict(in_processes(workers, verdict_of, jobs))
+    print(f"sweep: {len(jobs)} compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
+    nothing = functools.partial(empty_kernel[(1,)], torch.zeros(1, device=DEVICE), num_warps=1)
     results = []
-    for shape in (shape for shape in SWEEP if match in shape.name):
-        sets, tried = sets_for(shape), []
-        for config in CONFIGS:
-            if not is_right(shape, functools.partial(Buffers.run_as, config=config)):
-                print(f"WRONG BYTES: {shape.name} {config}")
+    for shape, configs in SWEEP:
+        if match not in shape.name:
+            continue
+        small = shape in SMALL
+        sets, calls = [make(shape)] if small else sets_for(shape), 200 if small else 8
+        empty = replayed([nothing] * calls)[0] if small else 0.0
+        tried = []
+        for config in configs:
+            if verdicts[shape, config]:
+                print(f"REFUSED: {shape.name} {short(config)}: {verdicts[shape, config]}")
                 continue
-            us, _ = replayed(repeated([functools.partial(b.run_as, config) for b in sets]), samples=9)
-            tried.append((us, config))
-        default, _ = replayed(repeated([b.run for b in sets]), samples=9)
+            runs = repeated([functools.partial(b.run_as, config) for b in sets], calls)
+            tried.append((replayed(runs, samples=9)[0], config))
+        default, _ = replayed(repeated([b.run for b in sets], calls), samples=9)
         tried.sort(key=lambda pair: pair[0])
-        listed = ", ".join(f"{c.block_tokens}/{c.most_registers} {us:.1f}" for us, c in tried)
+        listed = ", ".join(f"{short(config)} {us:.{2 if small else 1}f}" for us, config in tried)
         floor = shape.nbytes / ceiling * 1e6
-        print(f"{shape.name}: floor {floor:.1f}, default {default:.1f}, {listed}", flush=True)
+        reference = f"empty kernel {empty:.2f}" if small else f"floor {floor:.1f}"
+        print(f"{shape.name}: {reference}, default {default:.2f}, {listed}", flush=True)
         results.append(
             {
-                "name": shape.name, "floor_us": floor, "default_us": default,
+                "name": shape.name, "floor_us": floor, "empty_kernel_us": empty, "default_us": default,
                 "configs": [dataclasses.asdict(config) | {"us": us} for us, config in tried],
             }
         )  # fmt: skip
         torch.cuda.empty_cache()
+    print(f"sweep: {time.monotonic() - begun:.0f} s", flush=True)
     return results
 
 
@@ -346,6 +430,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"), help="where JSON and tables go")
     parser.add_argument("--sweep", action="store_true", help="time every launch configuration first")
+    parser.add_argument("--only-sweep", action="store_true", help="and nothing after it")
     parser.add_argument("--match", default="", help="only shapes whose name has this in it")
     parser.add_argument("--check", action="store_true", help="compare with the torch backend and stop")
     parser.add_argument("--once", metavar="FORMAT", help="launch one format's kernel a few times and stop")
@@ -361,7 +446,12 @@ def main() -> int:
     ceiling = copy_ceiling()
     where = environment(ceiling, dim=DIM, block_size=BLOCK_SIZE, samples=SAMPLES)
     print(f"copy {ceiling / 1e12:.3f} TB/s", flush=True)
-    swept = sweep(ceiling, arguments.match) if arguments.sweep else []
+    swept = sweep(ceiling, arguments.match) if arguments.sweep or arguments.only_sweep else []
+    if arguments.only_sweep:
+        (arguments.out / "compress.json").write_text(
+            json.dumps({"environment": where, "sweep": swept}, indent=1) + "\n"
+        )
+        return 0
     shapes = []
     for shape in SHAPES:
         if arguments.match in shape.name:

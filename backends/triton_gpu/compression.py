@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,6 +29,7 @@ from mxkv.backends.triton_gpu.config import (
     compress_default,
 )
 from mxkv.backends.triton_gpu.launch import Launch
+from mxkv.backends.triton_gpu.regions import Region
 from mxkv.backends.triton_gpu.tasks import store_task
 from mxkv.contracts import (
     COMPRESS_DIM,
@@ -55,6 +57,15 @@ _NO_PREVIOUS = Previous(None, 0, 0, None, 0)
 _NO_TARGET = Target(None, 0, 0, None, 0, None, 0, 0, None)
 
 
+def _of_turned(regions: tuple[Region, ...]) -> tuple[Region, ...]:
+    """The regions of a row that has been rotated: the groups that RoPE turns are among the others."""
+    first, *others = (dataclasses.replace(region, rotated=COMPRESS_DIM) for region in regions)
+    if others and (others[0].element, others[0].scale) == (first.element, first.scale):
+        turned = others.pop(0)
+        first = dataclasses.replace(first, groups=first.groups + turned.groups, size=first.size + turned.size)
+    return first, *others
+
+
 class _Compression(Launch):
     """What the launches have in common."""
 
@@ -66,7 +77,7 @@ class _Compression(Launch):
 
     def options(self, config: CompressConfig) -> dict[str, Any]:
         """The compiler's options."""
-        options: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+        options: dict[str, Any] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
         if self.target.vendor == "nvidia" and config.most_registers < _ALL_REGISTERS:
             options["maxnreg"] = config.most_registers
         return options
@@ -86,7 +97,9 @@ class _Compression(Launch):
                 store = store_task(spec.stored, self.paths, _WIDEST_ACCESS, cache_at, True, merge=False)
                 wanted = store.regions[0].pairs
                 whole = wanted & (wanted - 1) == 0 and wanted <= _PAIRS
-                pairs = wanted if whole else _LINE
+                if whole:
+                    pairs = wanted
+                    store = dataclasses.replace(store, regions=_of_turned(store.regions))
             found = self.tasks[key] = CompressTask(
                 self.ratio, self.rings.block_size, self.rings.value_stride, self.previous, _PAIRS // pairs, pairs,
                 whole, aligned, words_out, store, self.paths,

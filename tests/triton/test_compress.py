@@ -9,8 +9,14 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 
-from mxkv import devices, numerics  # noqa: E402
-from mxkv.backends.triton_gpu import codec, compress  # noqa: E402
+import mxkv  # noqa: E402
+from mxkv import compression_checks, devices, numerics  # noqa: E402
+from mxkv.backends.torch_eager import compression as oracle  # noqa: E402
+from mxkv.backends.triton_gpu import codec, compress, compression  # noqa: E402
+from mxkv.backends.triton_gpu.config import CompressConfig  # noqa: E402
+from mxkv.contracts import Packed  # noqa: E402
+from tests.compression_cases import DIM, packed  # noqa: E402
+from tests.support import cos_sin_table  # noqa: E402
 from tests.triton.test_codec import DEVICE, INTERPRETED, runs  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -61,3 +67,45 @@ def test_the_softmax_of_two() -> None:
     have = out.cpu()
     assert torch.equal(have.isnan(), want.isnan())
     assert torch.equal(have.nan_to_num(9.0).view(torch.int32), want.nan_to_num(9.0).view(torch.int32))
+
+
+CHUNKS = ((0, 7), (4, 1), (3, 1), (1, 6), (2, 2), (5, 1), (9, 4), (7, 0), (6, 1), (11, 5), (13, 3))
+CONFIGS = (CompressConfig(2, 64), CompressConfig(16), CompressConfig(1, 64, 4), CompressConfig(4, 64, 2))
+
+
+@runs
+@pytest.mark.parametrize("capacity", [1, 3])
+@pytest.mark.parametrize("format", [None, "mxfp8", "dsv4"])
+def test_tokens_of_a_program(format: str | None, capacity: int) -> None:
+    """However many a program takes, and wherever chunks begin and end in it: what is written is the same."""
+    call = packed(list(CHUNKS), capacity)
+    call.slots[20] = -1
+    tensors = (
+        call.kv_score, call.positions, call.slots, call.query_start, call.token_to_request, call.state_cache,
+        None, None, call.weight,
+    )  # fmt: skip
+
+    def outcome(config: CompressConfig | None, device: str) -> list[torch.Tensor]:
+        tokens = Packed(*(None if t is None else t.clone().to(device) for t in tensors), call.eps)
+        out = torch.full((call.tokens, DIM), -7.0, device=device).bfloat16()
+        if format is None:
+            spec = compression_checks.compress_spec(tokens, 2, out)
+            arguments: tuple[object, ...] = (tokens, out)
+        else:
+            cache, table = mxkv.empty_cache(format, 3, 16, DIM, device), cos_sin_table(32).to(device)
+            slots = torch.arange(call.tokens, device=device)
+            spec = compression_checks.compress_store_spec(
+                tokens, 2, cache, slots, out, format, table, None, "propagate"
+            )
+            arguments = (tokens, cache.zero_(), slots, table, None, out)
+        if config is None:
+            oracle.prepare(spec)(*arguments)
+        else:
+            compression.prepare(spec)(*arguments, config=config)
+        written = [out, tokens.ring, *([] if format is None else [arguments[1]])]
+        return [t.view(torch.uint8).cpu() for t in written]
+
+    want = outcome(None, "cpu")
+    for config in CONFIGS[: 2 if INTERPRETED else 4]:  # which knows no warps
+        for have, wanted in zip(outcome(config, DEVICE), want, strict=True):
+            assert torch.equal(have, wanted), config
