@@ -97,10 +97,12 @@ def store_calls(format: str, tokens: int, ordered: bool) -> list[StoreCall]:
 
 
 def store_configs() -> list[kv.KVConfig]:
-    """Configurations to compare: threads of a row, and warps of a program."""
+    """Configurations to compare: tiles, what a thread takes together, and how often a program goes on."""
+    tiles = ((8, 1, 16), (8, 1, 0), (8, 1, 8), (16, 2, 16), (16, 1, 16), (16, 1, 8))  # rows, warps, a thread's span
     return [
-        kv.KVConfig(32 * warps // threads * times, warps, threads)
-        for threads, warps, times in itertools.product((1, 2, 4, 8), (1, 4), (1, 2))
+        kv.KVConfig(rows, warps, 4, steps, span)
+        for rows, warps, span in tiles
+        for steps in ((1, 2, 4, 8, 16) if (rows, span) == (8, 16) else (1, 8))
     ]
 
 

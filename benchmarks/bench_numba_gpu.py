@@ -53,7 +53,7 @@ ATTENDS = tuple(
 )
 OPERATIONS = ("store", "load")
 MOST_TIMES_TRITON = 6.0
-SAMPLES = 9
+SAMPLES, SWEPT_SAMPLES = 9, 3
 
 
 def check(workers: int) -> list[str]:
@@ -142,8 +142,8 @@ def measure_rows(shape: rows.Shape, ceiling: float, sweep: bool) -> dict[str, An
         found["sweep"] = {}
         for config in latents.configurations():
             calls = rows.repeated([functools.partial(run_rows, b, config) for b in sets])
-            found["sweep"][str(config)], _ = rows.replayed(calls, SAMPLES)
-    return found
+            found["sweep"][str(config)], _ = rows.replayed(calls, SWEPT_SAMPLES)
+    return shown(found)
 
 
 def measure_attend(shape: attends.Shape, sweep: bool) -> dict[str, Any]:
@@ -155,13 +155,32 @@ def measure_attend(shape: attends.Shape, sweep: bool) -> dict[str, Any]:
     found["times_triton"] = found["numba_us"] / found["triton_us"]
     if sweep:
         space = attention.tunable(attends.spec_of(calls[0])).space
-        found["sweep"] = {str(config): timed(calls, config)[0] for config in space}
-    return found
+        splits = {}  # of configurations that launch the same, one is timed
+        for config in space:
+            blocks = attends_splits(calls[0], config)
+            splits.setdefault((dataclasses.replace(config, blocks_per_unit=1), blocks), config)
+        found["sweep"] = {str(config): timed(calls, config, samples=SWEPT_SAMPLES)[0] for config in splits.values()}
+    return shown(found)
 
 
-def timed(calls: list[attends.Call], config: AttendConfig | None, backend: str = "numba") -> tuple[float, list[float]]:
+def attends_splits(call: attends.Call, config: AttendConfig) -> int:
+    return attention.prepare(attends.spec_of(call)).splits(call.q.shape[0], call.indices, None, config)
+
+
+def timed(
+    calls: list[attends.Call], config: AttendConfig | None, backend: str = "numba", samples: int = SAMPLES
+) -> tuple[float, list[float]]:
     runs = [functools.partial(run_attend, call, config, backend) for call in calls]
-    return attends.replayed(runs * -(-attends.LEAST_CALLS // len(runs)), SAMPLES)
+    return attends.replayed(runs * -(-attends.LEAST_CALLS // len(runs)), samples)
+
+
+def shown(found: dict[str, Any]) -> dict[str, Any]:
+    """What was measured of a call, said at once."""
+    best = sorted(found.get("sweep", {}).items(), key=lambda item: item[1])[:6]
+    print(f"{found['name']:60} {found['numba_us']:9.1f} us, Triton {found['triton_us']:9.1f}", flush=True)
+    for config, us in best:
+        print(f"    {us:.1f} us {config}", flush=True)
+    return found
 
 
 def host_us(calls: int = 200, rounds: int = 15) -> float:
@@ -238,9 +257,6 @@ def main() -> int:
         "kernels": compiler.kept(),
     }  # fmt: skip
     print("\n".join(lines_of(found)))
-    for row in (*found["rows"], *found["attends"]):
-        for config, us in sorted(row.get("sweep", {}).items(), key=lambda item: item[1])[:6]:
-            print(f"{row['name']}: {us:.1f} µs {config}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "numba.json").write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -177,6 +177,31 @@ def test_bytes(ops: Ops, format: KVFormat, shape: tuple[int, int, torch.dtype], 
             check_rows(cache, loaded, slots, format)
 
 
+@pytest.mark.parametrize(
+    ("format", "d", "dtype", "tabled"),
+    [(PRESETS[1], 96, FP16, False), (PRESETS[3], 128, BF16, False), (PRESETS[2], 64, BF16, True)],
+    ids=named,
+)
+def test_rotations_of_16_bit_elements(ops: Ops, format: KVFormat, d: int, dtype: torch.dtype, tabled: bool) -> None:
+    """As a matrix product may take them: of what is very small, very large, or not finite, too."""
+    key, value = rows(20, 2, d, dtype, messy=True)
+    key[15], key[16] = 0.0, 0.0
+    key[15, :, 3] = -torch.finfo(dtype).tiny / 8  # subnormal: of its direction only signs are left
+    key[16, :, 5] = torch.finfo(dtype).tiny / 8
+    if dtype == BF16:
+        key[17], key[18] = 1e18 * key[17], 2e19 * key[18].sign()  # squares sum up to less than the largest, and more
+    options: dict[str, Any] = {"format": format}
+    if tabled:
+        options["centroids"] = torch.tensor(table_of(format, d), device=ops.device) * 1.1
+    cache = mxkv.empty_kv_cache(format, 2, 10, 2, d, ops.device)
+    store(ops, cache, key.to(ops.device), value.to(ops.device), ops.slots(*range(20)), **options)
+    check_bytes(cache, key, value, range(20), format, table=options["centroids"].tolist() if tabled else None)
+    for token in () if ops.slow else (15, 16):  # the interpreter reads subnormal bf16 as zeros
+        row = kv_reference.read(pages(cache)[token // 10], format, d, 2, 10, token % 10, 0)
+        positive = kv_reference.butterfly(key[token, 0].float().numpy()) >= 0
+        assert [code >> (format.key.bits - 1) for code in row.key] == positive.tolist()
+
+
 @pytest.mark.parametrize("format", [PRESETS[1], CUSTOM[3]], ids=named)
 def test_centroids_and_rotation_of_the_callers_own(ops: Ops, format: KVFormat) -> None:
     d = 48

@@ -3,12 +3,13 @@
     grid      one block for (query, HEADS of its heads, one split of its rows); then, if there are several splits, one
               for (query, head), which merges them
     tile      ROWS rows, decoded into shared memory [ROWS, dim]; a query's heads stay there too [HEADS, dim]
-    logits    a thread sums 2 heads x 2 rows over a part of the dims; the parts meet in shared memory
+    logits    a thread sums 4 heads x 4 rows (2 where there are no more) over a part of the dims; the parts meet in
+              shared memory
     sums      a thread holds some of the dims for all HEADS
     reads     selected records, once for each HEADS heads
 
-There are no tensor cores here: 4 * HEADS operations a value are what the time goes into, and each value read from
-shared memory takes part in two or more of them.
+There are no tensor cores here: 2 * HEADS operations a value are what the time goes into, and what they read of shared
+memory is read in 16 bytes and takes part in several of them.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class Source(NamedTuple):
         bounds_of: From the selection, a query and a length to where the query's rows begin, how many they are, and the
             row of a table that names them.
         place_of: From a row to two addresses, the first one 0 where there is no such row.
-        load_tile: By it a block decodes a tile's rows into shared memory.
+        load_tile: By it a block decodes a tile's rows into shared memory; it is told whether all of them exist.
         prepare: What a block does to its queries, in shared memory, before it begins.
     """
 
@@ -200,7 +201,10 @@ def _tile_loader(task: AttendTask):
     step, dim, body, size, keys_at = record.step, record.dim, record.body, task.shared.row, task.shared.keys
     skipped = dim % 2 if step == _PAIR else 0
     steps = -(-dim // step)
-    turns = -(-rows * steps // threads)
+    items, tailed = rows * steps, body < dim  # a last item is done by several threads, so that all have one
+    turns = -(-items // threads)
+    in_step = tailed and threads % steps == 0  # a thread's items are all of the body, or all of the tail
+    mixed = tailed and not in_step
     decode_body, decode_tail, is_plain = step_decoder(record, False)
     octets = step != _PAIR
 
@@ -240,58 +244,102 @@ def _tile_loader(task: AttendTask):
     put, tidy_step, zeros = (put_eight, tidy_eight, zeros_eight) if octets else (put_two, tidy_two, zeros_two)
 
     @device
-    def load_tile(memory, places, thread):
-        for turn in range(turns):
+    def item_of(places, item):
+        """A row and an element of it, and the addresses of its values and scales."""
+        row = min(item, items - 1) // steps
+        at = i32((min(item, items - 1) - row * steps) * step - skipped)
+        return row, at, shared_fetch64(places + 16 * row), shared_fetch64(places + 16 * row + 8)
+
+    @device
+    def decoded(values_at, scales_at, at, tailed):
+        """A step, and whether bf16 holds it as it is."""
+        if tailed and at >= body:
+            return decode_tail(values_at, at), True
+        return decode_body(values_at, scales_at, at, float_of(0x3F800000)), is_plain(scales_at, at)
+
+    @device
+    def put_item(memory, row, at, x, plain):
+        if not plain:
+            x = tidy_step(x)
+        put(memory + keys_at + row * size + 4 * at, x, at >= 0)
+
+    @device
+    def load_whole(memory, places, thread):
+        """All rows exist: reads need no branch, so that four of them are on their way at a time."""
+        for turn in range(0, turns, 4):
             item = i32(thread + turn * threads)
-            if item < rows * steps:
-                row = item // steps
-                at = (item - row * steps) * step - skipped
-                values_at = shared_fetch64(places + 16 * row)
-                scales_at = shared_fetch64(places + 16 * row + 8)
-                x = zeros()
-                if values_at != 0:
-                    if at >= body:
-                        x = decode_tail(values_at, at)
-                    else:
-                        x = decode_body(values_at, scales_at, at, float_of(0x3F800000))
-                        if not is_plain(scales_at, at):
-                            x = tidy_step(x)
-                put(memory + keys_at + row * size + 4 * at, x, at >= 0)
+            a_row, a_at, a_values_at, a_scales_at = item_of(places, item)
+            b_row, b_at, b_values_at, b_scales_at = item_of(places, i32(item + threads))
+            c_row, c_at, c_values_at, c_scales_at = item_of(places, i32(item + 2 * threads))
+            d_row, d_at, d_values_at, d_scales_at = item_of(places, i32(item + 3 * threads))
+            if in_step and a_at >= body:
+                a, b, a_plain, b_plain = decode_tail(a_values_at, a_at), decode_tail(b_values_at, b_at), True, True
+                c, d, c_plain, d_plain = decode_tail(c_values_at, c_at), decode_tail(d_values_at, d_at), True, True
+            else:
+                a, a_plain = decoded(a_values_at, a_scales_at, a_at, mixed)
+                b, b_plain = decoded(b_values_at, b_scales_at, b_at, mixed)
+                c, c_plain = decoded(c_values_at, c_scales_at, c_at, mixed)
+                d, d_plain = decoded(d_values_at, d_scales_at, d_at, mixed)
+            put_item(memory, a_row, a_at, a, a_plain)
+            put_item(memory, b_row, b_at, b, b_plain)
+            put_item(memory, c_row, c_at, c, c_plain)
+            put_item(memory, d_row, d_at, d, d_plain)
+
+    @device
+    def load_tile(memory, places, thread, whole):
+        if whole:
+            load_whole(memory, places, thread)
+            return
+        for turn in range(turns):
+            row, at, values_at, scales_at = item_of(places, i32(thread + turn * threads))
+            x, plain = zeros(), True
+            if values_at != 0:
+                x, plain = decoded(values_at, scales_at, at, tailed)
+            put_item(memory, row, at, x, plain)
 
     return load_tile
 
 
 def _logit_summer(task: Attention):
-    """A function by which a thread sums its part of 2 heads x 2 rows."""
+    """A function by which a thread sums its part of some heads x some rows."""
     shared = task.shared
     size, parts, vectors = shared.row, shared.parts, shared.padded // VECTOR
-    heads, rows = task.block_heads, task.block_rows
-    half_heads, half_rows = heads // 2, rows // 2
+    heads, rows, my_heads, my_rows = task.block_heads, task.block_rows, shared.tile_heads, shared.tile_rows
+    head_step, row_step = heads // my_heads, rows // my_rows
+    count, wide = my_heads * my_rows, VECTOR * my_rows
+    mixed = parts % 8 == 0  # else they are too few
 
     @device
-    def dot(q, k, total):
-        return fma(q[3], k[3], fma(q[2], k[2], fma(q[1], k[1], fma(q[0], k[0], total))))
+    def dot(q, k, j, total):
+        return fma(q[3], k[j + 3], fma(q[2], k[j + 2], fma(q[1], k[j + 1], fma(q[0], k[j], total))))
 
     @device
     def sum_logits(queries, keys, partial, thread):
-        row = thread % half_rows
-        head = thread // half_rows % half_heads
-        part = thread // (half_rows * half_heads)
-        q_at, k_at = queries + head * size, keys + row * size
-        a, b, c, d = float_of(0), float_of(0), float_of(0), float_of(0)
+        sums = cuda.local.array(count, types.float32)
+        k = cuda.local.array(wide, types.float32)
+        row = thread % row_step
+        head = thread // row_step % head_step
+        part = thread // (row_step * head_step)
+        for i in range(count):
+            sums[i] = 0
         vector = i32(part)
+        if mixed:  # neighbouring parts read 64 bytes apart, neighbouring rows are 16: other banks
+            vector = i32((part & -8) | ((part & 1) << 2) | ((part >> 1) & 3))
+        q_at, k_at = queries + head * size, keys + row * size
         while vector < vectors:
             at = 16 * vector
-            q, other_q = shared_fetch128(q_at + at), shared_fetch128(q_at + half_heads * size + at)
-            k, other_k = shared_fetch128(k_at + at), shared_fetch128(k_at + half_rows * size + at)
-            a, b = dot(q, k, a), dot(q, other_k, b)
-            c, d = dot(other_q, k, c), dot(other_q, other_k, d)
+            for j in range(my_rows):
+                x = shared_fetch128(k_at + j * row_step * size + at)
+                k[4 * j], k[4 * j + 1], k[4 * j + 2], k[4 * j + 3] = x[0], x[1], x[2], x[3]
+            for i in range(my_heads):
+                q = shared_fetch128(q_at + i * head_step * size + at)
+                for j in range(my_rows):
+                    sums[i * my_rows + j] = dot(q, k, 4 * j, sums[i * my_rows + j])
             vector = i32(vector + parts)
         at = partial + 4 * (part * heads * rows + head * rows + row)
-        shared_put(at, a)
-        shared_put(at + 4 * half_rows, b)
-        shared_put(at + 4 * half_heads * rows, c)
-        shared_put(at + 4 * (half_heads * rows + half_rows), d)
+        for i in range(my_heads):
+            for j in range(my_rows):
+                shared_put(at + 4 * (i * head_step * rows + j * row_step), sums[i * my_rows + j])
 
     return sum_logits
 
@@ -325,6 +373,14 @@ def attention_kernel(task: Attention, source: Source):
     out_dtype = task.dtype if whole else "fp32"
     out_bytes, write = ELEMENT_BYTES[out_dtype], element_writer(out_dtype)
 
+    together = min(heads, VECTOR)  # weights of a row that are read at once
+
+    @device
+    def two_weights(address):
+        return shared_fetch(address), shared_fetch(address + 4)
+
+    fetch_weights = shared_fetch128 if together == VECTOR else two_weights
+
     @device
     def load_queries(q, query, first_head, last_head, shared_at, thread):
         item = i32(thread)
@@ -346,6 +402,7 @@ def attention_kernel(task: Attention, source: Source):
     def kernel(q, cache, rows_of, result, lse, sink, cache_scale, scale, num_slots, block_stride, length, splits):
         memory = address_of(cuda.shared.array(0, types.float64))
         accumulated = cuda.local.array(all_sums, types.float32)
+        value = cuda.local.array(columns, types.float32)
         thread = cuda.threadIdx.x
         block = i64(cuda.blockIdx.x)
         item = block // head_blocks
@@ -376,7 +433,7 @@ def attention_kernel(task: Attention, source: Source):
             for row in range(rows):
                 shared_put(memory + keys_at + row * size + 4 * column, float_of(0))
             column = i32(column + threads)
-        turn = i32(0)
+        turn, there = i32(0), i32(1)
         for i in range(-(-rows // threads)):
             row = thread + i * threads
             if row < rows:
@@ -384,12 +441,15 @@ def attention_kernel(task: Attention, source: Source):
                 place, other = place_of(
                     rows_of, table_row, at, count, begin, cache, cache_head, num_slots, block_stride
                 )
+                if place == 0:
+                    there = i32(0)
                 shared_put64(memory + places_at + 16 * row, place)
                 shared_put64(memory + places_at + 16 * row + 8, other)
         while tile < last:
             places = memory + places_at + 16 * rows * turn
-            cuda.syncthreads()
-            load_tile(memory, places, thread)
+            whole_tile = cuda.syncthreads_and(there) != 0
+            load_tile(memory, places, thread, whole_tile)
+            there = i32(1)
             cuda.syncthreads()
             sum_logits(memory, memory + keys_at, memory + partial_at, thread)
             cuda.syncthreads()
@@ -428,6 +488,8 @@ def attention_kernel(task: Attention, source: Source):
                     place, other = place_of(
                         rows_of, table_row, at, count, begin, cache, cache_head, num_slots, block_stride
                     )
+                    if place == 0:
+                        there = i32(0)
                     shared_put64(memory + places_at + 16 * (rows * (1 - turn) + row), place)
                     shared_put64(memory + places_at + 16 * (rows * (1 - turn) + row) + 8, other)
             cuda.syncthreads()
@@ -438,11 +500,13 @@ def attention_kernel(task: Attention, source: Source):
             for row in range(rows):
                 for column in range(columns):
                     at = min(thread + column * threads, last_column)
-                    value = shared_fetch(memory + values_at + row * size + 4 * at)
-                    for head in range(heads):
-                        weight = shared_fetch(memory + weights_at + 4 * (row * heads + head))
-                        i = head * columns + column
-                        accumulated[i] = fma(weight, value, accumulated[i])
+                    value[column] = shared_fetch(memory + values_at + row * size + 4 * at)
+                for some in range(heads // together):
+                    weights = fetch_weights(memory + weights_at + 4 * (row * heads + some * together))
+                    for i in range(together):
+                        for column in range(columns):
+                            at = (some * together + i) * columns + column
+                            accumulated[at] = fma(weights[i], value[column], accumulated[at])
             if thread < heads:
                 total = mul(total, shared_fetch(memory + factors_at + 4 * thread))
                 for row in range(rows):

@@ -63,7 +63,8 @@ class AttendConfig:
     """How an attention kernel is launched.
 
     Attributes:
-        threads: Of a block: block_heads * block_rows / 4, times a power of two, and not fewer than block_heads.
+        threads: Of a block: block_heads * block_rows over a thread's share of them (:class:`Shared`), times a power of
+            two, and not fewer than block_heads.
         block_heads: Heads of a block, a power of two of at least 2.
         block_rows: Rows of a tile, a power of two of at least 2.
         blocks_per_unit: How many blocks a multiprocessor is to have: a query's rows are split where there are fewer.
@@ -129,9 +130,19 @@ class Shared:
     table: int = 0
 
     @property
+    def tile_heads(self) -> int:
+        """Heads of which a thread sums logits."""
+        return min(self.block_heads, 4)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of which it does."""
+        return min(self.block_rows, 4)
+
+    @property
     def parts(self) -> int:
         """Into how many parts the dims of a logit are split."""
-        return self.threads * VECTOR // (self.block_heads * self.block_rows)
+        return self.threads * self.tile_heads * self.tile_rows // (self.block_heads * self.block_rows)
 
     @property
     def padded(self) -> int:

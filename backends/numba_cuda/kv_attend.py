@@ -173,7 +173,7 @@ def kv_source(task: AttendKVTask) -> Source:
             shared_put(target + 4 * i, add(mul(float_of_code((word >> (value_bits * i)) & most), scale), zero))
 
     @device
-    def load_tile(memory, places, thread):
+    def load_tile(memory, places, thread, whole):
         for turn in range(turns):
             item = i32(thread + turn * threads)
             if item < rows * octets:

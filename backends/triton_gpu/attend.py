@@ -46,11 +46,11 @@ class Heads(NamedTuple):
 class Rows(NamedTuple):
     """What selects rows inside a kernel: slots or blocks, and what bounds each query's.
 
-    ``ptr`` has a row of ``stride`` for each query (none where rows are ragged), whose entries are ``step`` apart.
+    ``ptr`` has a row for each query (one for all where rows are ragged), whose entries are ``step`` apart. From one row
+    to the next is an argument of its own: no kernel is compiled anew for it.
     """
 
     ptr: Any
-    stride: Any
     step: Any
     bounds: Any
     bounds_step: Any
@@ -238,19 +238,19 @@ def _bounds(rows, query, length, TASK: tl.constexpr):
 
 
 @triton.jit
-def _locate(rows, query, begin, count, tile, num_slots, TASK: tl.constexpr):
-    """A tile's rows: their blocks, their places in them, and whether they exist [ROWS]."""
+def _locate(rows, entries, begin, count, tile, num_slots, TASK: tl.constexpr):
+    """A tile's rows: their blocks, their places in them, and whether they exist [ROWS]; ``entries`` select them."""
     ROWS: tl.constexpr = TASK.block_rows
     at = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = at < count
     if TASK.selection == "pages":
-        entry = rows.ptr + query * rows.stride + (at // TASK.block_size) * rows.step
+        entry = entries + (at // TASK.block_size) * rows.step
         block = tl.load(entry, mask=exists, other=-1).to(tl.int64)
         place = (at % TASK.block_size).to(tl.int32)
         exists = exists & (block >= 0) & (block < num_slots // TASK.block_size)
         return tl.where(exists, block, 0), place, exists
     else:
-        slot = tl.load(rows.ptr + query * rows.stride + (begin + at) * rows.step, mask=exists, other=-1).to(tl.int64)
+        slot = tl.load(entries + (begin + at) * rows.step, mask=exists, other=-1).to(tl.int64)
         exists = (slot >= 0) & (slot < num_slots)
         slot = tl.where(exists, slot, 0)
         if TASK.narrow:
@@ -387,9 +387,10 @@ def _write(result, row, head, sums, INDEX: tl.constexpr, TASK: tl.constexpr):
     tl.store(pointer, codec.round_to(sums, DTYPE, PATHS), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "num_slots", "length", "splits"])
+@triton.jit(do_not_specialize=["row_stride", "num_slots", "length", "splits"])
 def attend_kernel(
-    q, cache, rows, result, lse, sink, cache_scale, scale, num_slots, block_stride, length, splits, TASK: tl.constexpr
+    q, cache, rows, row_stride, result, lse, sink, cache_scale, scale, num_slots, block_stride, length, splits,
+    TASK: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = TASK.block_heads
     program = tl.program_id(0)
@@ -397,6 +398,7 @@ def attend_kernel(
     query = (part // splits).to(tl.int64)
     split = part % splits
     head = (program % TASK.head_blocks) * HEADS + tl.arange(0, HEADS)
+    entries = rows.ptr + query * row_stride
     begin, count = _bounds(rows, query, length, TASK)
     tiles = ((count + TASK.block_rows - 1) // TASK.block_rows).to(tl.int32)
     share = (tiles + splits - 1) // splits
@@ -417,24 +419,24 @@ def attend_kernel(
     if TASK.paths.interpreted:
         tile = first
         while tile < last:  # the interpreter has no range of what a kernel computes
-            block, place, exists = _locate(rows, query, begin, count, tile, num_slots, TASK)
+            block, place, exists = _locate(rows, entries, begin, count, tile, num_slots, TASK)
             raw = _fetch(cache, block, place, exists, block_stride, TASK)
             carry = _accumulate(carry, queries, raw, exists, scale, TASK)
             tile += 1
     elif TASK.packed:
-        block, place, exists = _locate(rows, query, begin, count, first, num_slots, TASK)
+        block, place, exists = _locate(rows, entries, begin, count, first, num_slots, TASK)
         raw = _fetch(cache, block, place, exists, block_stride, TASK)
-        block, place, coming = _locate(rows, query, begin, count, first + 1, num_slots, TASK)
+        block, place, coming = _locate(rows, entries, begin, count, first + 1, num_slots, TASK)
         for tile in tl.range(first, last, num_stages=1):
             ahead = _fetch(cache, block, place, coming, block_stride, TASK)
-            block, place, after = _locate(rows, query, begin, count, tile + 2, num_slots, TASK)
+            block, place, after = _locate(rows, entries, begin, count, tile + 2, num_slots, TASK)
             carry = _accumulate(carry, queries, raw, exists, scale, TASK)
             raw = ahead
             exists = coming
             coming = after
     else:
         for tile in tl.range(first, last, num_stages=TASK.num_stages):
-            block, place, exists = _locate(rows, query, begin, count, tile, num_slots, TASK)
+            block, place, exists = _locate(rows, entries, begin, count, tile, num_slots, TASK)
             raw = _fetch(cache, block, place, exists, block_stride, TASK)
             carry = _accumulate(carry, queries, raw, exists, scale, TASK)
     top, total, sums = carry

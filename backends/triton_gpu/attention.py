@@ -86,16 +86,14 @@ class AttendLaunch(Launch):
         index = torch.empty(1, dtype=torch.int32, device=spec.device)
         heads = spec.heads
         values = floats.view(torch.uint8 if self.as_bytes else spec.format.cache_dtype)
-        rows = Rows(index, 2, 1, None if spec.selection == "dense" else index, 0 if spec.selection == "dense" else 1)
-        if spec.selection == "ragged":
-            rows = rows._replace(stride=0)
+        rows = Rows(index, 1, None if spec.selection == "dense" else index, 0 if spec.selection == "dense" else 1)
         for whole in (True, False):
             out = floats.view(spec.q_dtype) if whole else floats
             task = self.task(0, whole, config)
             lse = floats if spec.lse or not whole else None
             with self.guard():
                 attend_kernel.warmup(
-                    Heads(floats.view(spec.q_dtype), heads * spec.latent_dim, spec.latent_dim), values, rows,
+                    Heads(floats.view(spec.q_dtype), heads * spec.latent_dim, spec.latent_dim), values, rows, 0,
                     Heads(out, heads * spec.value_dim, spec.value_dim), lse, floats if spec.sinked else None,
                     floats if spec.scaled else None, 1.5, self.num_slots, self.block_stride, 2, 1, task,
                     grid=(1,), **self.options(config),
@@ -127,7 +125,7 @@ class AttendLaunch(Launch):
         if self.as_bytes:
             cache = cache.view(torch.uint8)
         stride, step = (0, rows.stride(0)) if spec.selection == "ragged" else rows.stride()
-        selected = Rows(rows, stride, step, bounds, 0 if bounds is None else bounds.stride(0))
+        selected = Rows(rows, step, bounds, 0 if bounds is None else bounds.stride(0))
         heads_out = Heads(out, out.stride(0), out.stride(1))
         result, logs = heads_out, lse
         if partial is not None:
@@ -136,7 +134,7 @@ class AttendLaunch(Launch):
             logs = partial[sums:]
         with self.guard():
             attend_kernel[(queries * splits * task.head_blocks,)](
-                Heads(q, q.stride(0), q.stride(1)), cache, selected, result, logs, sink, cache_scale,
+                Heads(q, q.stride(0), q.stride(1)), cache, selected, stride, result, logs, sink, cache_scale,
                 scale / math.log(2), self.num_slots, self.block_stride, length, splits, task, **self.options(config),
             )  # fmt: skip
             if partial is None:

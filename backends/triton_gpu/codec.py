@@ -190,12 +190,12 @@ def largest_magnitude(x, y):
 
 @triton.jit
 def largest_half(words, PATHS: tl.constexpr):
-    """The largest 15-bit magnitude in the halves of words [.., .., n], over the last axis."""
+    """The largest magnitude in the halves (bf16) of words [.., .., n], over the last axis, as bits of fp32."""
     if PATHS.pairs == "full":
         both = tl.reduce(words & 0x7FFF7FFF, 2, _max_u16x2)
-        return tl.maximum(both & 0xFFFF, (both >> 16) & 0xFFFF)
+        return tl.maximum(both << 16, both) & -65536  # what is below the larger half does not matter
     else:
-        return tl.reduce(tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 2, _max_i32)
+        return tl.reduce(tl.maximum(words & 0x7FFF, (words >> 16) & 0x7FFF), 2, _max_i32) << 16
 
 
 @triton.jit
@@ -277,18 +277,17 @@ def _encode_e2m1_assembly(pairs, divide):
     lines += [
         "prmt.b32 u0, t0, t1, 0x6240;",  # low bytes: even codes of words 0 and 1, odd codes of words 0 and 1
         "prmt.b32 u1, t2, t3, 0x6240;",
-        "prmt.b32 t0, u0, u1, 0x5410;",  # even codes
-        "prmt.b32 t1, u0, u1, 0x7632;",  # odd codes
-        "mad.lo.u32 t0, t1, 16, t0;",
-        "prmt.b32 u0, $1, $2, 0x7351;",  # high bytes, in the same order: the signs
-        "prmt.b32 u1, $3, $4, 0x7351;",
-        "prmt.b32 t1, u0, u1, 0x5410;",
-        "prmt.b32 t2, u0, u1, 0x7632;",
-        "shr.u32 t1, t1, 4;",
-        "and.b32 t1, t1, 0x08080808;",
-        "and.b32 t2, t2, 0x80808080;",
-        "or.b32 t0, t0, t1;",
-        "or.b32 t0, t0, t2;",
+        "prmt.b32 t0, $1, $2, 0x7351;",  # high bytes, in the same order: the signs
+        "prmt.b32 t1, $3, $4, 0x7351;",
+        "shl.b32 u0, u0, 4;",
+        "shl.b32 u1, u1, 4;",
+        "and.b32 t0, t0, 0x80808080;",
+        "and.b32 t1, t1, 0x80808080;",
+        "or.b32 u0, u0, t0;",
+        "or.b32 u1, u1, t1;",
+        "mul.hi.u32 u0, u0, 0x10010000;",  # the even ones four bits down, the odd ones beside them: in the low half
+        "mul.hi.u32 u1, u1, 0x10010000;",
+        "prmt.b32 t0, u0, u1, 0x5410;",
         f"and.b32 $0, t0, {keep};",
     ]
     return "{ " + " ".join(lines) + " }"
@@ -389,7 +388,10 @@ def e4m3_scale(amax, TASK: tl.constexpr, PATHS: tl.constexpr):
     else:
         scale = tl.fma(amax, TASK.element_inverse[0], amax * TASK.element_inverse[1])
     scale = tl.maximum(scale, 2.0**-9)
-    return encode_e4m3_pair(scale, scale, PATHS) & 0xFF
+    if PATHS.e4m3 == "cvt":
+        return encode_e4m3_pair(scale, tl.full(scale.shape, 0.0, tl.float32), PATHS)
+    else:
+        return encode_e4m3(scale)
 
 
 @triton.jit
@@ -425,6 +427,37 @@ def bf16_pair(x, y, PATHS: tl.constexpr):
         )
     else:
         return encode_bf16(x) | (encode_bf16(y) << 16)
+
+
+# Upper halves of two fp32, the last bit of each set where its lower half is not zero; the last operand is 0x00010001.
+ODD_ASSEMBLY = tl.constexpr("""{
+    .reg .b32 kept, lost;
+    prmt.b32 kept, $1, $2, 0x7632;
+    prmt.b32 lost, $1, $2, 0x5410;
+    min.u16x2 lost, lost, $3;
+    or.b32 $0, kept, lost;
+}""")
+
+
+@triton.jit
+def odd_pair(x, y, PATHS: tl.constexpr):
+    """Two fp32 to two bf16 in a word, x in the low half: cut off, and made odd where that loses anything.
+
+    A group encoded from such numbers has the bytes that it has from the fp32. All that is asked of a number is on which
+    side of some bounds it is, or whether it is one: ties of E2M1 and E4M3 times a scale, ties of E4M3 times 6, the
+    largest that is finite. They have at most 7 significant bits, so they are even bf16, and none is between a number
+    and the odd bf16 beside it. Tested around all bounds. NaN stays NaN.
+    """
+    if PATHS.pairs == "full":
+        return tl.inline_asm_elementwise(
+            ODD_ASSEMBLY, "=r,f,f,r", [x, y, tl.full(x.shape, 0x00010001, tl.int32)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low, high = bits_of(x), bits_of(y)
+        low = low | ((low + 0xFFFF) & 0x10000)
+        high = high | ((high + 0xFFFF) & 0x10000)
+        return ((low >> 16) & 0xFFFF) | (high & -65536)
 
 
 @triton.jit

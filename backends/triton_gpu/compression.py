@@ -94,7 +94,7 @@ class _Compression(Launch):
         if found is None:
             spec, store, pairs, whole = self.spec, None, _LINE, False
             if isinstance(spec, CompressStoreSpec):
-                store = store_task(spec.stored, self.paths, _WIDEST_ACCESS, cache_at, True)
+                store = store_task(spec.stored, self.paths, _WIDEST_ACCESS, cache_at, True, merge=False)
                 wanted = store.regions[0].pairs
                 whole = wanted & (wanted - 1) == 0 and wanted <= _PAIRS
                 if whole:

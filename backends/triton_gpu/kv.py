@@ -25,7 +25,7 @@ from mxkv.backends.triton_gpu.kv_attend import (
     halves_of_table,
     kv_chunks,
 )
-from mxkv.backends.triton_gpu.kv_codec import KVTask
+from mxkv.backends.triton_gpu.kv_codec import PRODUCT_PARTS, KVTask
 from mxkv.backends.triton_gpu.kv_store import load_kv_kernel, store_kv_kernel
 from mxkv.backends.triton_gpu.launch import DeviceGuard
 from mxkv.contracts import YES, AttendKVSpec, KVSpec, LoadKVSpec, StoreKVSpec, Verdict
@@ -34,6 +34,7 @@ from mxkv.kv_formats import hadamard_block
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _WIDEST_ACCESS = 16
 _MOST_DIM = 512
+_BUSY = 16  # programs of a compute unit that are enough
 _WIDEST_BLOCK = 256
 # Of a load's dims that nothing else orders, Triton 3.6 takes the first for a warp's threads, 3.9 the last.
 _LANES_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
@@ -51,11 +52,16 @@ class KVConfig:
         num_warps: Warps of a program, a power of two.
         row_threads: Threads of a row, a power of two, as far as its width allows: several read what stands together,
             and need fewer registers; one keeps a rotation to itself.
+        steps: How many times a program that stores both keys and values goes on, where there are enough rows for all
+            compute units.
+        row_span: Elements that each of a row's threads takes together, a power of two of at least 8; 0 for all.
     """
 
     block_rows: int
     num_warps: int
     row_threads: int = 1
+    steps: int = 1
+    row_span: int = 0
 
 
 def supports(spec: KVSpec) -> Verdict:
@@ -68,19 +74,39 @@ def supports(spec: KVSpec) -> Verdict:
     return Verdict(tuple(reasons), "backend='torch' runs every call") if reasons else YES
 
 
-def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, interpreted: bool) -> KVConfig:
+def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, paths: Paths) -> KVConfig:
     """One warp. The interpreter's time goes by programs: it gets few.
 
     A rotation of the call's own is a matrix product, of few rows.
     """
     if spec.rotated:
         return KVConfig(16, 4)
-    if interpreted:
+    if paths.interpreted:
         return KVConfig(128, 1)
+    if isinstance(spec, StoreKVSpec) and (takes_products(spec, paths) or not spec.format.normed):
+        span = 0 if 3 in (spec.format.key.bits, spec.format.value_bits) else 16  # else codes are written in byte pairs
+        return KVConfig(target.warp_size // PRODUCT_PARTS, 1, PRODUCT_PARTS, 8, span)
     if not spec.format.normed:
         return KVConfig(target.warp_size // 2, 1, 8)
     threads = max(2 if target.vendor == "amd" else 1, hadamard_block(spec.head_dim) // 128)
     return KVConfig(max(4, target.warp_size // threads), 1, threads)
+
+
+def takes_products(spec: KVSpec, paths: Paths) -> bool:
+    """Whether matrix products take a part of a store's rotation: of 16-bit elements, as they come.
+
+    A thread's part of a block must have whole tiles, and codes that end with a byte pair.
+    """
+    part = hadamard_block(spec.head_dim) // PRODUCT_PARTS
+    return (
+        isinstance(spec, StoreKVSpec)
+        and spec.format.normed
+        and not spec.rotated
+        and spec.nonfinite == "propagate"
+        and spec.dtype != torch.float32
+        and part >= (16 if 3 in (spec.format.key.bits, spec.format.value_bits) else 8)
+        and (paths.pairs != "none" or paths.interpreted)
+    )
 
 
 class RowsLaunch:
@@ -88,15 +114,17 @@ class RowsLaunch:
 
     Args:
         spec: The call.
-        paths: The instructions to use, instead of the target's; each choice gives the same bytes.
+        paths: The instructions to use, instead of the target's; each choice gives the same bytes, but for keys that
+            fall on a midpoint.
     """
 
     def __init__(self, spec: StoreKVSpec | LoadKVSpec, paths: Paths | None = None) -> None:
         self.spec = spec
         self.target = devices.target_of(spec.device)
         self.paths = paths or paths_of(self.target)
-        self.config = rows_default(spec, self.target, self.paths.interpreted)
-        self.tasks: dict[tuple[int, int], KVTask] = {}
+        self.config = rows_default(spec, self.target, self.paths)
+        self.compute_units = devices.describe(spec.device).compute_units
+        self.tasks: dict[tuple[int, int, int], KVTask] = {}
         self.guard = DeviceGuard(spec.device)
 
     def __call__(self, *tensors: Any, config: KVConfig | None = None) -> None:
@@ -111,26 +139,31 @@ class RowsLaunch:
             return
         config = config or self.config
         tokens = slots.shape[0]
-        kernel: Any = store_kv_kernel if isinstance(self.spec, StoreKVSpec) else load_kv_kernel
-        programs = 2 * -(-tokens * self.spec.layout.heads // config.block_rows)
+        tiles = -(-tokens * self.spec.layout.heads // config.block_rows)
+        arguments = (
+            kv_cache, Heads(key, key.stride(0), key.stride(1)), Heads(value, value.stride(0), value.stride(1)), slots,
+            centroids, rotation, tokens, self.spec.layout.num_slots, self.spec.layout.block_stride, slots.stride(0),
+        )  # fmt: skip
+        task = self.task(kv_cache.data_ptr(), config)
+        options: dict[str, Any] = {"num_warps": config.num_warps, "enable_fp_fusion": False}
         with self.guard():
-            kernel[(programs,)](
-                kv_cache, Heads(key, key.stride(0), key.stride(1)), Heads(value, value.stride(0), value.stride(1)),
-                slots, centroids, rotation, tokens, self.spec.layout.num_slots, self.spec.layout.block_stride,
-                slots.stride(0), self.task(kv_cache.data_ptr(), config.row_threads), config.block_rows,
-                num_warps=config.num_warps, enable_fp_fusion=False,
-            )  # fmt: skip
+            if isinstance(self.spec, StoreKVSpec):
+                steps = max(1, min(config.steps, tiles // (_BUSY * self.compute_units)))
+                programs = -(-tiles // steps) if task.together else 2 * tiles
+                store_kv_kernel[(programs,)](*arguments, steps, task, config.block_rows, **options)
+            else:
+                load_kv_kernel[(2 * tiles,)](*arguments, task, config.block_rows, **options)
 
-    def task(self, address: int, row_threads: int) -> KVTask:
+    def task(self, address: int, config: KVConfig) -> KVTask:
         """The kernels' constants for a cache at an address."""
-        key = math.gcd(_WIDEST_ACCESS, address), row_threads
+        key = math.gcd(_WIDEST_ACCESS, address), config.row_threads, config.row_span
         found = self.tasks.get(key)
         if found is None:
             found = self.tasks[key] = kv_task(self.spec, self.paths, *key)
         return found
 
 
-def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> KVTask:
+def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1, row_span: int = 0) -> KVTask:
     """A kernel's constants.
 
     Args:
@@ -138,6 +171,7 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> K
         paths: The target's instructions (:func:`paths_of`).
         address: Of the cache, or its last four bits.
         row_threads: Threads that a row is to have.
+        row_span: Elements that each of them is to take together; 0 for all.
     """
     layout, dim = spec.layout, spec.head_dim
     table: tuple[float, ...] = ()
@@ -165,6 +199,10 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> K
         narrow=layout.num_slots < 1 << 31,
         paths=paths,
         row_threads=row_threads,
+        row_span=row_span,
+        products=takes_products(spec, paths),
+        # A butterfly between threads is better off where they stand apart.
+        parts_first=_LANES_FIRST and (takes_products(spec, paths) or not spec.format.normed),
     )
 
 
@@ -192,12 +230,21 @@ _LEAST_TILES = 4  # of a split
 
 
 def attend_kv_default(spec: AttendKVSpec, target: devices.Target) -> AttendKVConfig:
-    """A configuration that is good without tuning: one warp, so that operands stay in its registers."""
+    """A configuration that is good without tuning: one warp, so that operands stay in its registers.
+
+    Few queries leave registers: on an H200 tiles of 64 tokens are faster for codes that come in words, and 12 programs
+    of 168 registers for the others.
+    """
     group = spec.query_heads // spec.layout.heads
     most = 32 if spec.packed else 16
     queries = 16 if target.vendor == "amd" else 8
     while queries < most and (spec.packed or queries < group):
         queries *= 2
+    if target.vendor == "nvidia" and queries == 8 and spec.head_dim <= 128:
+        small = spec.format.key.bits < 8 and spec.format.value_bits == 4
+        if small and spec.layout.block_size % 64 == 0:
+            return AttendKVConfig(queries, 64, 8)
+        return AttendKVConfig(queries, 32, 12, most_registers=168)
     return AttendKVConfig(queries, 32, 16 if spec.head_dim <= 128 else 8)
 
 

@@ -24,7 +24,12 @@ CORRECTION_FLOOR = tl.constexpr(1e-16)
 _WIDEST_ACCESS = 16
 _MOST_OF_A_THREAD = 128  # elements of a rotation's block: registers
 _LEAST_OF_A_THREAD = 16
-_STEP = 40  # powers of two by which rotated elements are scaled, so that a step past a midpoint is more than 1
+_OCTET = 8
+_MOST_TOGETHER = 32  # elements of a thread
+PRODUCT_PARTS = 4  # the lanes that share a row of a matrix product's operand
+_COMPANDING = {3: (0.786, 3.19), 4: (0.62, 7.35)}  # of a normal distribution
+_RADIX = 255 * 256  # of a square's first digit
+_FIRST_DIGIT = tl.constexpr(float(_RADIX))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # one object for each task: Triton hashes it at every launch
@@ -48,6 +53,11 @@ class KVTask:
         narrow: Whether every slot fits 32 bits.
         paths: The target's instructions.
         row_threads: Threads that a row is to have, as far as its width allows.
+        row_span: Elements that one of several takes together, as far as its codes and its width allow; 0 for all of
+            its part of a block.
+        products: Whether a matrix product takes four stages of the rotation: a row then has four threads.
+        parts_first: Whether a tile's pointers are [parts, ROWS, width], else [ROWS, parts, width]: as the compiler's
+            choice of layout has it, a row's threads are neighbours.
     """
 
     key_bits: int
@@ -71,6 +81,9 @@ class KVTask:
     narrow: bool
     paths: Paths
     row_threads: int = 1
+    row_span: int = 0
+    products: bool = False
+    parts_first: bool = False
 
     @property
     def normed(self) -> bool:
@@ -79,6 +92,8 @@ class KVTask:
     @property
     def parts(self) -> int:
         """Threads of a row: each has a part of every block."""
+        if self.products:
+            return PRODUCT_PARTS
         return max(1, self.block // _MOST_OF_A_THREAD, min(self.row_threads, self.block // _LEAST_OF_A_THREAD))
 
     @property
@@ -107,7 +122,15 @@ class KVTask:
     @property
     def span(self) -> int:
         """Elements of a thread that stand together."""
-        return self.dim if self.parts == 1 else self.block // self.parts
+        if self.parts == 1:
+            return self.dim
+        least = _LEAST_OF_A_THREAD if 3 in (self.key_bits, self.value_bits) else _OCTET
+        return min(max(self.row_span, least), self.block // self.parts) if self.row_span else self.block // self.parts
+
+    @property
+    def together(self) -> bool:
+        """Whether a program stores both keys and values: where a thread's parts of both fit its registers."""
+        return (self.products or not self.normed) and self.dim <= _MOST_TOGETHER * self.parts
 
     @property
     def padded(self) -> int:
@@ -129,6 +152,25 @@ class KVTask:
         return tuple(struct.unpack("<i", struct.pack("<f", edge))[0] for edge in lloyd_max.midpoints(self.positive))
 
     @property
+    def companding(self) -> tuple[float, float]:
+        """Numbers k and a: a tanh(k e), rounded, is the number of an edge e from the middle one, and far from the next.
+
+        Edges are the midpoints between centroids, which are alike for each width but for a factor.
+        """
+        k, a = _COMPANDING[self.key_bits]
+        return _fp32(k * self.dim**0.5), a
+
+    @property
+    def assembled(self) -> bool:
+        """Whether inline assembly makes a key's codes."""
+        return self.symmetric and self.paths.pairs != "none"
+
+    @property
+    def square_unit(self) -> float:
+        """What a square of a centroid is a multiple of, nearly: the largest has 24 bits."""
+        return self.positive[-1] ** 2 / (255 * _RADIX)
+
+    @property
     def bucketize_assembly(self) -> str:
         return _bucketize_assembly(self)
 
@@ -137,123 +179,90 @@ class KVTask:
         return _pack_assembly(self.value_bits)
 
 
+def _fp32(x: float) -> float:
+    return struct.unpack("<f", struct.pack("<f", x))[0]
+
+
 def _bits_of(x: float) -> str:
     """A number as PTX writes an fp32."""
     return f"0f{struct.unpack('<I', struct.pack('<f', x))[0]:08X}"
 
 
-def _below(x: float) -> float:
-    """The largest fp32 below a positive fp32."""
-    bits = struct.unpack("<I", struct.pack("<f", x))[0]
-    return struct.unpack("<f", struct.pack("<I", bits - 1))[0]
+def _squares_lines(task: KVTask) -> list[str]:
+    """PTX from eight codes in the nibbles of ``word`` to their centroids' squares, added to two sums.
 
-
-def _count_lines(edges: list[float]) -> list[str]:
-    """PTX that makes of a magnitude ``a`` the number ``n`` of edges below it, and a half.
-
-    Three edges are counted one by one, each step 0 or 1; seven are halved three times.
+    A square is an integer (:attr:`KVTask.square_unit`) of three digits: the first is summed apart, the others weigh 255
+    and 1. Integers have the same sum in any order.
     """
-    if len(edges) == 3:
-        lines = [f"mov.f32 n, {_bits_of(0.5)};"]
-        for edge in edges:
-            lines += [f"add.rn.sat.f32 p, a, {_bits_of(-edge)};", "add.rn.f32 n, n, p;"]
-        return lines
-    e = [_bits_of(edge) for edge in edges]
-    return [
-        f"setp.gt.f32 first, a, {e[3]};",
-        f"selp.f32 m, {e[5]}, {e[1]}, first;",
-        "setp.gt.f32 second, a, m;",
-        f"selp.f32 p, {e[4]}, {e[0]}, first;",
-        f"selp.f32 m, {e[6]}, {e[2]}, first;",
-        "selp.f32 m, m, p, second;",
-        "setp.gt.f32 third, a, m;",
-        f"selp.f32 n, {_bits_of(4.5)}, {_bits_of(0.5)}, first;",
-        f"selp.f32 p, {_bits_of(2.0)}, {_bits_of(0.0)}, second;",
-        "add.rn.f32 n, n, p;",
-        f"selp.f32 p, {_bits_of(1.0)}, {_bits_of(0.0)}, third;",
-        "add.rn.f32 n, n, p;",
-    ]
-
-
-def _squares_lines(positive: tuple[float, ...]) -> list[str]:
-    """PTX from eight codes of four bits in $0 to the sum of their centroids' squares, $1: integers, byte by byte."""
-    unit = positive[-1] ** 2 / ((1 << 24) - 1)
-    squares = [round(c * c / unit) for c in positive]
-    lines = [
-        "shr.u32 b, $0, 3;",  # a magnitude's code mirrors that of a negative element
-        "not.b32 b, b;",
-        "and.b32 b, b, 0x11111111;",
-        "mul.lo.u32 b, b, 7;",
-        "xor.b32 b, b, $0;",
-        "and.b32 b, b, 0x77777777;",
-        "shr.u32 c, b, 16;",
-        "mov.b32 sum, 0;",
-    ]
-    for plane in (2, 1, 0):
-        words = [sum(((squares[4 * w + i] >> (8 * plane)) & 0xFF) << (8 * i) for i in range(4)) for w in range(2)]
-        lines += ["mul.lo.u32 sum, sum, 256;"] if plane != 2 else []
+    squares = [round(c * c / task.square_unit) for c in task.table]
+    lines = ["mov.b32 b, word;"]
+    if task.key_bits == 4:
+        squares = squares[8:]
+        lines = [
+            "shr.u32 b, word, 3;",  # a code below 8 mirrors one above
+            "not.b32 b, b;",
+            "and.b32 b, b, 0x11111111;",
+            "mul.lo.u32 b, b, 7;",
+            "xor.b32 b, b, word;",
+            "and.b32 b, b, 0x77777777;",
+        ]
+    lines.append("shr.u32 c, b, 16;")
+    digits = [[n // _RADIX for n in squares], [n % _RADIX // 255 for n in squares], [n % _RADIX % 255 for n in squares]]
+    before = {"$1": "$12", "$2": "$13"}
+    for digit, into, weight in zip(digits, ("$1", "$2", "$2"), (1, 255, 1), strict=True):
+        low, high = (sum(digit[4 * half + i] << (8 * i) for i in range(4)) for half in range(2))
         for selector in ("b", "c"):
             lines += [
-                f"prmt.b32 looked, 0x{words[0]:08x}, 0x{words[1]:08x}, {selector};",
-                "dp4a.u32.u32 sum, looked, 0x01010101, sum;",
+                f"prmt.b32 looked, 0x{low:08x}, 0x{high:08x}, {selector};",
+                f"dp4a.u32.u32 {into}, looked, 0x{weight * 0x01010101:08x}, {before[into]};",
             ]
-    return [*lines, "cvt.rn.f32.u32 x, sum;", f"mul.rn.f32 $1, x, {_bits_of(unit)};"]
+            before[into] = into
+    return lines
 
 
 def _bucketize_assembly(task: KVTask) -> str:
-    """PTX from eight elements before the rotation's factor to their packed codes and their centroids' squares, summed.
+    """PTX from eight elements and the factor they come times to packed codes, and to sums of their centroids' squares.
 
-    Of a symmetric table: the code of a magnitude is the number of positive midpoints up to it, and that of a negative
-    element mirrors it. An edge is the fp32 below a midpoint. An element x is scaled by 2**40 with the factor, so that
-    add.sat is 1 where it is past an edge, else 0. A negative element must be past the midpoint, not on it: one is taken
-    off its bits. Codes are counted and packed as fp32 integers.
+    Of a symmetric table. A rounded tanh gives the number of an edge beside which the element is: between the edges
+    before and after it. Whether the element is past that edge is then exact: each lane of the warp holds one edge, and
+    a shuffle gets it. With the factor come elements times k of :func:`_companding`, as edges do. The sums come as
+    operands (:func:`_squares_lines`).
     """
-    bits, positive = task.key_bits, task.positive
-    edges = [_below(m) * 2.0**_STEP for m in lloyd_max.midpoints(positive)]
-    factor = _bits_of(task.block**-0.5 * 2.0**_STEP)
-    base, low, high = 1 << bits, "low", "high"
-    middle = ((1 << bits) - 1) / 2
-    lines = [".reg .f32 x, a, p, m, n, low, high, squares;", ".reg .b32 b, c, sum, looked;"]
-    lines.append(".reg .pred first, second, third;")
-    lines.append("mov.f32 squares, 0f00000000;")
-    linear = task.corrected and bits == 3  # few steps: the squares are summed with them
-    squares = [c * c for c in positive]
-    for j in range(8):
-        into = low if j < 4 else high
+    k, most = task.companding
+    edges = lloyd_max.midpoints(task.table)
+    middle = len(edges) // 2
+    columns, factor = (3, "$11") if task.corrected else (1, "$9")
+    lines = [".reg .f32 x, t, e, p, edge;", ".reg .b32 word, b, c, looked;", ".reg .pred this;"]
+    lines += ["mov.u32 b, %laneid;", f"sub.s32 b, b, {middle};", "abs.s32 c, b;", "mov.f32 edge, 0f00000000;"]
+    for away in range(1, middle + 1):
+        lines += [f"setp.eq.s32 this, c, {away};", f"selp.f32 edge, {_bits_of(k * edges[middle + away])}, edge, this;"]
+    lines += ["mov.b32 x, b;", "copysign.f32 edge, x, edge;", "mov.b32 word, 0;"]
+    first = 1.5 * 2**23 + middle  # its last bits are the number of the middle edge
+    for j in reversed(range(8)):
         lines += [
-            f"fma.rn.f32 x, ${2 + j}, {factor}, 0f00000000;",
-            "mov.b32 b, x;",
-            "shr.s32 c, b, 31;",
-            "add.s32 b, b, c;",
-            "mov.b32 a, b;",
-            "abs.f32 a, a;",
+            f"mul.rn.f32 x, ${columns + j}, {factor};",
+            "tanh.approx.f32 t, x;",
+            f"fma.rn.f32 t, t, {_bits_of(most)}, {_bits_of(first)};",
+            "mov.b32 b, t;",
+            "shfl.sync.idx.b32 e, edge, b, 31, 0xffffffff;",
+            "set.ge.f32.f32 p, x, e;",
+            "add.rn.f32 t, t, p;",
+            "mov.b32 b, t;",
+            "mad.lo.u32 word, word, 16, b;",
         ]
-        counted = _count_lines(edges)
-        if linear:
-            for i, step in enumerate(line for line in counted if line.startswith("add.rn.sat")):
-                square = f"fma.rn.f32 squares, p, {_bits_of(squares[i + 1] - squares[i])}, squares;"
-                counted.insert(counted.index(step) + 1, square)
-        lines += [*counted, "copysign.f32 n, x, n;"]
-        power = float(base ** (j % 4))
-        start = middle * sum(base**i for i in range(4))
-        lines.append(f"fma.rn.f32 {into}, n, {_bits_of(power)}, {_bits_of(start) if j % 4 == 0 else into};")
-    lines += [
-        f"add.rn.f32 low, low, {_bits_of(2.0**23)};",
-        f"add.rn.f32 high, high, {_bits_of(2.0**23)};",
-        "mov.b32 b, low;",
-        "mov.b32 c, high;",
-    ]
-    if bits == 4:
-        lines.append("prmt.b32 $0, b, c, 0x5410;")
-    else:
-        lines += ["and.b32 b, b, 0xfff;", "shl.b32 c, c, 12;", "and.b32 c, c, 0xfff000;", "or.b32 $0, b, c;"]
-    if linear:
-        lines.append(f"add.rn.f32 $1, squares, {_bits_of(8 * squares[0])};")
-    elif task.corrected:
-        lines += _squares_lines(positive)
-    else:
-        lines.append("mov.f32 $1, squares;")
-    return "{ " + " ".join(lines) + " }"
+    excess = 0x4B400000 * 0x11111111 & 0xFFFFFFFF
+    lines.append(f"sub.u32 word, word, 0x{excess:08x};")
+    if task.corrected:
+        lines += _squares_lines(task)
+    if task.key_bits == 3:  # nibbles to six bits in bytes, to 12 in halves, to 24
+        for shift, low, high in ((1, 0x07070707, 0x38383838), (2, 0x003F003F, 0x0FC00FC0), (4, 0xFFF, 0xFFF000)):
+            lines += [
+                f"shr.u32 b, word, {shift};",
+                f"and.b32 b, b, 0x{high:08x};",
+                f"and.b32 word, word, 0x{low:08x};",
+                "or.b32 word, word, b;",
+            ]
+    return "{ " + " ".join([*lines, "mov.b32 $0, word;"]) + " }"
 
 
 def _pack_assembly(bits: int) -> str:
@@ -295,12 +304,18 @@ def stored_together(task, bits):
 @triton.constexpr_function
 def tile_start(task, index):
     """The first element of a tile (of its first part)."""
-    return index // task.block_tiles * task.block + index % task.block_tiles * task.width
+    return index * task.width // task.span * task.span * task.parts + index * task.width % task.span
 
 
 @triton.constexpr_function
 def scale_of_rotation(task):
     return task.block**-0.5
+
+
+@triton.constexpr_function
+def products_scale(task):
+    """A power of two near the rotation's factor: squares of columns that come times it overflow where the key's do."""
+    return 0.5 ** ((task.block.bit_length()) // 2)
 
 
 # Places.
@@ -346,13 +361,40 @@ def field_at(page, place, head, FIELD: tl.constexpr, TASK: tl.constexpr):
 
 @triton.jit
 def elements_at(rows, token, head, INDEX: tl.constexpr, TASK: tl.constexpr):
-    """Pointers to a tile's elements [ROWS, parts, width] in a tensor [tokens, heads, dim]."""
+    """Pointers to a tile's elements in a tensor [tokens, heads, dim], as :func:`spread` has them."""
     PARTS: tl.constexpr = TASK.parts
     WIDTH: tl.constexpr = TASK.width
     START: tl.constexpr = tile_start(TASK, INDEX)
-    part = tl.arange(0, PARTS)[None, :, None] * (TASK.block // PARTS)
+    part = tl.arange(0, PARTS) * TASK.span
     row = rows.ptr + token * rows.query_stride + head * rows.head_stride
-    return row[:, None, None] + part + (START + tl.arange(0, WIDTH)[None, None, :])
+    return spread(row, part, TASK) + (START + tl.arange(0, WIDTH)[None, None, :])
+
+
+@triton.jit
+def spread(row, part, TASK: tl.constexpr):
+    """Pointers to rows [ROWS], and where their parts begin [parts], as [ROWS, parts, 1], or [parts, ROWS, 1]."""
+    if TASK.parts_first:
+        return row[None, :, None] + part[:, None, None]
+    else:
+        return row[:, None, None] + part[None, :, None]
+
+
+@triton.jit
+def spread_mask(exists, TASK: tl.constexpr):
+    """Rows' masks [ROWS] for such pointers."""
+    if TASK.parts_first:
+        return exists[None, :, None]
+    else:
+        return exists[:, None, None]
+
+
+@triton.jit
+def in_order(tile, TASK: tl.constexpr):
+    """What such pointers read, or are to write, from one order of dims to the other: [ROWS, parts, n] in kernels."""
+    if TASK.parts_first:
+        return tl.permute(tile, (1, 0, 2))
+    else:
+        return tile
 
 
 # Columns: a tile's row, or two tiles', as eight tensors [ROWS, parts].
@@ -377,9 +419,9 @@ def _quad(x):
 
 
 @triton.jit
-def octet_of(tiles, INDEX: tl.constexpr, TASK: tl.constexpr):
-    """The eight columns of a run of eight elements."""
-    if TASK.width == 4:
+def octet_of(tiles, INDEX: tl.constexpr, WIDTH: tl.constexpr):
+    """The eight columns of a run of eight elements, of tiles of so many columns."""
+    if WIDTH == 4:
         return _quad(tiles[2 * INDEX]) + _quad(tiles[2 * INDEX + 1])
     else:
         even, odd = halves_of_columns(tiles[INDEX])
@@ -473,6 +515,55 @@ def butterfly(tiles, TASK: tl.constexpr):
 
 
 @triton.jit
+def signs_of_products(dtype: tl.constexpr, TASK: tl.constexpr):
+    """The Hadamard matrix of 16, times what :func:`products_scale` says, as an operand [16, 16]."""
+    both = tl.arange(0, 16)[:, None] & tl.arange(0, 16)[None, :]
+    both = both ^ (both >> 2)
+    odd = ((both ^ (both >> 1)) & 1) != 0
+    return tl.where(odd, -products_scale(TASK), products_scale(TASK)).to(dtype)
+
+
+@triton.jit
+def _product_of_tile(x, signs, TASK: tl.constexpr):
+    """A tile [ROWS, 4, 8] after four stages: those of the elements' bits 0 and 2, and those between the threads.
+
+    Eight rows and the elements' bit 1 are an operand's 16 rows: it then stands as it was read, each lane with elements
+    of its own row, and so does the product.
+    """
+    PATHS: tl.constexpr = TASK.paths
+    ROWS: tl.constexpr = x.shape[0]
+    x = tl.permute(tl.reshape(x, [ROWS // 8, 8, 4, 2, 2, 2]), (0, 4, 1, 3, 2, 5))
+    x = tl.reshape(x, [2 * ROWS, 16])
+    if PATHS.interpreted:  # it multiplies the bits of bf16
+        x = tl.dot(x.to(tl.float32), signs.to(tl.float32), input_precision="ieee")
+    else:
+        x = tl.dot(x, signs)
+    x = tl.permute(tl.reshape(x, [ROWS // 8, 2, 8, 2, 4, 2]), (0, 2, 4, 3, 1, 5))
+    return tl.reshape(x, [ROWS, 4, 8])
+
+
+@triton.jit
+def turned_by_products(tiles, signs, TASK: tl.constexpr):
+    """The tiles of one block, as they were read, through the butterfly's stages: their columns, octet after octet.
+
+    The first stages are a matrix product, whose sums are fp32. The columns come times a power of two.
+    """
+    done = ()
+    for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+        done = done + octet_of((_product_of_tile(tiles[i], signs, TASK),), 0, 8)
+    for stage in tl.static_range(1, 10):
+        if stage != 2 and 1 << stage < 8 * TASK.block_tiles:
+            turned = ()
+            for i in tl.static_range(tl.constexpr(8 * TASK.block_tiles)):
+                if i & (1 << stage):
+                    turned = turned + (done[i - (1 << stage)] - done[i],)
+                else:
+                    turned = turned + (done[i] + done[i + (1 << stage)],)
+            done = turned
+    return done
+
+
+@triton.jit
 def divide(x, divisor, PATHS: tl.constexpr):
     """Finite fp32 [ROWS, ..] / positive fp32 [ROWS, 1, ..], correctly rounded unless it underflows.
 
@@ -523,28 +614,64 @@ def _bucketize_symmetric(x, TASK: tl.constexpr):
 
 
 @triton.jit
-def encode_octet(columns, table, TASK: tl.constexpr):
-    """Eight columns, before the rotation's factor, to packed codes and the sum of the centroids' squares."""
-    PATHS: tl.constexpr = TASK.paths
-    FACTOR: tl.constexpr = scale_of_rotation(TASK)
-    if PATHS.pairs != "none" and TASK.symmetric:
-        return tl.inline_asm_elementwise(
-            TASK.bucketize_assembly, "=&r,=&f" + ",f" * 8,
-            [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7]],
-            dtype=(tl.int32, tl.float32), is_pure=True, pack=1,
-        )  # fmt: skip
+def encode_octet(columns, factor, sums, table, TASK: tl.constexpr):
+    """Eight columns, to be multiplied by a factor [ROWS, 1], to packed codes and sums of their centroids' squares."""
+    if TASK.assembled:
+        factor = tl.broadcast_to(factor * TASK.companding[0], columns[0].shape)
+        if TASK.corrected:
+            word, first, second = tl.inline_asm_elementwise(
+                TASK.bucketize_assembly, "=&r,=&r,=&r" + ",f" * 9 + ",r,r",
+                [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7], factor,
+                 sums[0], sums[1]],
+                dtype=(tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+            )  # fmt: skip
+            return word, (first, second)
+        else:
+            word = tl.inline_asm_elementwise(
+                TASK.bucketize_assembly, "=&r" + ",f" * 9,
+                [columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], columns[6], columns[7],
+                 factor],
+                dtype=tl.int32, is_pure=True, pack=1,
+            )  # fmt: skip
+            return word, sums
     else:
         word = tl.zeros(columns[0].shape, tl.int32)
         squares = tl.zeros(columns[0].shape, tl.float32)
         for j in tl.static_range(8):
             if TASK.symmetric:
-                code, square = _bucketize_symmetric(columns[j] * FACTOR, TASK)
+                code, square = _bucketize_symmetric(columns[j] * factor, TASK)
             else:
-                code, centroid = bucketize(columns[j] * FACTOR, table, TASK)
+                code, centroid = bucketize(columns[j] * factor, table, TASK)
                 square = centroid * centroid
             word = word | (code << (TASK.key_bits * j))
             squares += square
-        return word, squares
+        return word, (sums[0] + squares,)
+
+
+@triton.jit
+def no_squares(SHAPE: tl.constexpr, TASK: tl.constexpr):
+    """The sums of :func:`encode_octet` before the first eight."""
+    if TASK.assembled:
+        return (tl.zeros(SHAPE, tl.int32), tl.zeros(SHAPE, tl.int32))
+    else:
+        return (tl.zeros(SHAPE, tl.float32),)
+
+
+@triton.jit
+def squares_of(sums, TASK: tl.constexpr):
+    """The sums of :func:`encode_octet` [ROWS, parts] as one for each row, fp32 [ROWS]."""
+    if TASK.assembled:
+        whole = sums[0].to(tl.float32) * _FIRST_DIGIT + sums[1].to(tl.float32)
+        return tl.sum(whole, 1) * TASK.square_unit
+    else:
+        return tl.sum(sums[0], 1)
+
+
+@triton.jit
+def word_of_zeros(table, TASK: tl.constexpr):
+    """The packed codes of eight zeros."""
+    code, _ = bucketize(tl.zeros([1], tl.float32), table, TASK)
+    return code * (0x11111111 if TASK.key_bits == 4 else 0o11111111)
 
 
 @triton.jit
@@ -573,6 +700,37 @@ def look_up(code, table, BITS: tl.constexpr):
 
 
 # Values: from elements to codes.
+
+
+@triton.jit
+def extreme(a, b, MOST: tl.constexpr, PATHS: tl.constexpr):
+    """The larger, or the smaller, of elements; NaN where one is."""
+    if PATHS.pairs != "none" and a.dtype.primitive_bitwidth == 16:  # two at a time
+        KIND: tl.constexpr = ("max" if MOST else "min") + (".NaN.bf16x2" if a.dtype == tl.bfloat16 else ".NaN.f16x2")
+        return tl.inline_asm_elementwise(KIND + " $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+    elif MOST:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _extreme_of_halves(x, MOST: tl.constexpr, PATHS: tl.constexpr):
+    """The larger, or the smaller, of the two halves of a thread's elements, neighbours kept together."""
+    ROWS: tl.constexpr = x.shape[0]
+    PARTS: tl.constexpr = x.shape[1]
+    HALF: tl.constexpr = x.shape[2] // 2
+    a, b = tl.split(tl.permute(tl.reshape(x, [ROWS, PARTS, 2, HALF]), (0, 1, 3, 2)))
+    return extreme(a, b, MOST, PATHS)
+
+
+@triton.jit
+def extreme_of_columns(x, MOST: tl.constexpr, PATHS: tl.constexpr):
+    """The largest, or the smallest, of a thread's elements of a tile [ROWS, parts, width], fp32 [ROWS, parts]."""
+    if x.shape[2] == 8:
+        x = _extreme_of_halves(x, MOST, PATHS)
+    a, b = tl.split(_extreme_of_halves(x, MOST, PATHS))
+    return extreme(a.to(tl.float32), b.to(tl.float32), MOST, PATHS)
 
 
 @triton.jit
@@ -662,14 +820,13 @@ def _span_words(task, bits):
 
 @triton.jit
 def _words_at(codes, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, TASK: tl.constexpr):
-    """Pointers to some words [ROWS, parts, COUNT]."""
+    """Pointers to some words of each part, as :func:`spread` has them."""
     SIZE: tl.constexpr = word_bytes(TASK, BITS)
     PARTS: tl.constexpr = TASK.parts
     SPAN: tl.constexpr = _span_words(TASK, BITS)
     START: tl.constexpr = FIRST // SPAN * SPAN * PARTS + FIRST % SPAN
-    part = tl.arange(0, PARTS)[None, :, None] * SPAN
-    base = codes.to(tl.pointer_type(tl.int32 if SIZE == 4 else tl.uint16))[:, None, None]
-    return base + part + (START + tl.arange(0, COUNT)[None, None, :])
+    base = codes.to(tl.pointer_type(tl.int32 if SIZE == 4 else tl.uint16))
+    return spread(base, tl.arange(0, PARTS) * SPAN, TASK) + (START + tl.arange(0, COUNT)[None, None, :])
 
 
 @triton.jit
@@ -680,7 +837,7 @@ def store_codes(codes, runs, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
         tile = _gathered(words, i * COUNT, COUNT)
         pointer = _words_at(codes, i * COUNT, COUNT, BITS, TASK)
-        tl.store(pointer, tile, mask=exists[:, None, None])
+        tl.store(pointer, in_order(tile, TASK), mask=spread_mask(exists, TASK))
 
 
 @triton.jit
@@ -721,8 +878,8 @@ def load_codes(codes, exists, BITS: tl.constexpr, TASK: tl.constexpr):
     RUNS: tl.constexpr = TASK.octets
     words = ()
     for i in tl.static_range(tl.constexpr(_part_words(TASK, BITS) // COUNT)):
-        tile = tl.load(_words_at(codes, i * COUNT, COUNT, BITS, TASK), mask=exists[:, None, None], other=0).to(tl.int32)
-        words = words + _scattered(tile, COUNT)
+        tile = tl.load(_words_at(codes, i * COUNT, COUNT, BITS, TASK), mask=spread_mask(exists, TASK), other=0)
+        words = words + _scattered(in_order(tile.to(tl.int32), TASK), COUNT)
     runs = ()
     if word_bytes(TASK, BITS) == 4:
         if BITS == 3:

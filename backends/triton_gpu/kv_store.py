@@ -1,12 +1,14 @@
 """Store and load of keys and values: one kernel each, for every format.
 
-    grid      one program for ROWS rows (a row is one head of one token), of keys or of values
-    reads     keys           [ROWS, dim]                 once, in 16 bytes for a thread
+    grid      one program for ROWS rows (a row is one head of one token), of keys and values, several times; or, where
+              a thread has much of a row, once, of either
+    reads     keys, values   [ROWS, dim]                 once, in 16 bytes for a thread
     writes    codes          [ROWS, key bytes]
               fp16 numbers   [ROWS, fields]
 
 A thread has a whole row in registers, or a part of one: the norm, the butterfly, the codes and their packing need few
-others. An explicit rotation is a matrix product, row tile by row tile.
+others. Of 16-bit keys a matrix product takes the butterfly's first stages, and those between threads. An explicit
+rotation is a matrix product, row tile by row tile.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def _load_rows(rows, token, head, exists, TASK: tl.constexpr):
     raw = ()
     for i in tl.static_range(tl.constexpr(TASK.tiles)):
         pointer = kv_codec.elements_at(rows, token, head, i, TASK)
-        raw = raw + (tl.load(pointer, mask=exists[:, None, None], other=0.0),)
+        tile = tl.load(pointer, mask=kv_codec.spread_mask(exists, TASK), other=0.0)
+        raw = raw + (kv_codec.in_order(tile, TASK),)
     return raw
 
 
@@ -55,12 +58,11 @@ def _any_lost(raw, TASK: tl.constexpr):
 
 
 @triton.jit
-def _store_fp8_keys(key, token, head, exists, page, place, TASK: tl.constexpr):
+def _store_fp8_keys(raw, head, exists, page, place, TASK: tl.constexpr):
     PATHS: tl.constexpr = TASK.paths
-    raw = _load_rows(key, token, head, exists, TASK)
     runs = ()
     for i in tl.static_range(tl.constexpr(TASK.octets)):
-        columns = kv_codec.octet_of(raw, i, TASK)
+        columns = kv_codec.octet_of(raw, i, TASK.width)
         for quad in tl.static_range(2):
             word = tl.zeros(columns[0].shape, tl.int32)
             for pair in tl.static_range(2):
@@ -80,67 +82,117 @@ def _store_fp8_keys(key, token, head, exists, page, place, TASK: tl.constexpr):
 
 
 @triton.jit
-def _store_keys(key, token, head, exists, page, place, centroids, TASK: tl.constexpr):
-    PATHS: tl.constexpr = TASK.paths
-    table = kv_codec.table_of(centroids, TASK)
-    raw = _load_rows(key, token, head, exists, TASK)
+def _squares_of_rows(raw, TASK: tl.constexpr):
+    """The sums of rows' squares [ROWS]."""
     x = _as_fp32(raw[0], TASK)
     squares = x * x
     for i in tl.static_range(1, tl.constexpr(TASK.tiles)):
         x = _as_fp32(raw[i], TASK)
         squares = tl.fma(x, x, squares)
-    squares = tl.sum(tl.sum(squares, 2), 1)  # [ROWS]
-    lost = squares != squares
-    if not TASK.sanitize:
-        # A sum that is not finite may be an overflow: then, and only then, is every element looked at.
-        unsure = lost | (squares == float("inf"))
-        if tl.max(unsure.to(tl.int32), 0) != 0:
-            lost = _any_lost(raw, TASK)
-        squares = tl.where(lost, 0.0, squares)
-    norm = tl.sqrt_rn(squares)
-    divisor = (norm + kv_codec.NORM_FLOOR)[:, None, None]
-    runs = ()
-    chosen = tl.zeros(squares.shape, tl.float32)[:, None]
+    return tl.sum(tl.sum(squares, 2), 1)
+
+
+@triton.jit
+def _turned_by_products(raw, signs, TASK: tl.constexpr):
+    """Rows through the butterfly, as columns, octet after octet; and the sums of rows' squares [ROWS].
+
+    The squares of what is turned are those of the key, times a power of two.
+    """
+    octets = ()
+    squares = tl.zeros([raw[0].shape[0], raw[0].shape[1]], tl.float32)
+    for block in tl.static_range(tl.constexpr(TASK.blocks)):
+        tiles = ()
+        for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+            tiles = tiles + (raw[block * TASK.block_tiles + i],)
+        columns = kv_codec.turned_by_products(tiles, signs, TASK)
+        for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
+            octet = ()
+            for j in tl.static_range(8):
+                octet = octet + (columns[8 * i + j],)
+                squares = tl.fma(octet[j], octet[j], squares)
+            octets = octets + (octet,)
+    SCALE: tl.constexpr = kv_codec.products_scale(TASK)
+    return octets, tl.sum(squares, 1) * (1 / (TASK.block * SCALE * SCALE))
+
+
+@triton.jit
+def _turned(raw, divisor, TASK: tl.constexpr):
+    """Rows, divided, through the butterfly, as columns, octet after octet."""
+    PATHS: tl.constexpr = TASK.paths
+    octets = ()
     for block in tl.static_range(tl.constexpr(TASK.blocks)):
         tiles = ()
         for i in tl.static_range(tl.constexpr(TASK.block_tiles)):
             x = _as_fp32(raw[block * TASK.block_tiles + i], TASK)
-            tiles = tiles + (kv_codec.divide(x, divisor, PATHS),)
+            tiles = tiles + (kv_codec.divide(x, divisor[:, None, None], PATHS),)
         tiles = kv_codec.butterfly(tiles, TASK)
         for i in tl.static_range(tl.constexpr(TASK.octets // TASK.blocks)):
-            word, sum_of_squares = kv_codec.encode_octet(kv_codec.octet_of(tiles, i, TASK), table, TASK)
-            runs = runs + (tl.where(lost[:, None], 0, word),)
-            chosen = chosen + sum_of_squares
+            octets = octets + (kv_codec.octet_of(tiles, i, TASK.width),)
+    return octets
+
+
+@triton.jit
+def _store_keys(raw, key, token, head, valid, exists, page, place, centroids, signs, TASK: tl.constexpr):
+    table = kv_codec.table_of(centroids, TASK)
+    if TASK.products:
+        octets, squares = _turned_by_products(raw, signs, TASK)
+    else:
+        squares = _squares_of_rows(raw, TASK)
+    # A sum that is not finite may be an overflow: then, and only then, is every element looked at.
+    unsure = (squares != squares) | (squares == float("inf"))
+    lost = squares != squares
+    if not TASK.sanitize:
+        if tl.max(unsure.to(tl.int32), 0) != 0:
+            lost = _any_lost(_load_rows(key, token, head, valid, TASK), TASK)  # again: registers are few
+    # A direction whose norm overflowed is zero.
+    squares = tl.where(unsure, tl.where(lost, 0.0, float("inf")), squares)
+    norm = tl.sqrt_rn(squares)
+    divisor = norm + kv_codec.NORM_FLOOR
+    factor = tl.full(norm.shape, kv_codec.scale_of_rotation(TASK), tl.float32)
+    if TASK.products:  # sums, and what they are multiplied by, may have any order: a division for each row is enough
+        factor = tl.math.div_rn(factor * (1 / kv_codec.products_scale(TASK)), divisor)
+    else:
+        octets = _turned(raw, divisor, TASK)
+    runs = ()
+    sums = kv_codec.no_squares(octets[0][0].shape, TASK)
+    flat = tl.where(lost, 0, kv_codec.word_of_zeros(table, TASK))[:, None]
+    for i in tl.static_range(tl.constexpr(TASK.octets)):
+        word, sums = kv_codec.encode_octet(octets[i], factor[:, None], sums, table, TASK)
+        runs = runs + (tl.where(unsure[:, None], flat, word),)
     if TASK.corrected:
-        norm = norm * tl.math.div_rn(1.0, tl.sqrt_rn(tl.sum(chosen, 1) + kv_codec.CORRECTION_FLOOR))
+        chosen = kv_codec.squares_of(sums, TASK) + kv_codec.CORRECTION_FLOOR
+        norm = norm * tl.math.div_rn(1.0, tl.sqrt_rn(chosen))
+    norm = tl.where(squares == float("inf"), kv_codec.FP16_MAX, norm)
     kv_codec.store_codes(kv_codec.codes_at(page, place, head, False, TASK), runs, exists, TASK.key_bits, TASK)
     tl.store(kv_codec.field_at(page, place, head, 0, TASK), kv_codec.fp16_bits(norm, lost), mask=exists)
 
 
 @triton.jit
-def _store_values(value, token, head, exists, page, place, TASK: tl.constexpr):
+def _store_values(raw, head, exists, page, place, TASK: tl.constexpr):
     PATHS: tl.constexpr = TASK.paths
     MOST: tl.constexpr = (1 << TASK.value_bits) - 1
-    raw = _load_rows(value, token, head, exists, TASK)
-    least = _as_fp32(raw[0], TASK)
-    most = least
-    for i in tl.static_range(1, tl.constexpr(TASK.tiles)):
-        x = _as_fp32(raw[i], TASK)
-        least = tl.minimum(least, x, propagate_nan=tl.PropagateNan.ALL)
-        most = tl.maximum(most, x, propagate_nan=tl.PropagateNan.ALL)
-    low, high = _extreme_of_row(least, False, TASK), _extreme_of_row(most, True, TASK)  # [ROWS]
-    lost = (low != low) | (low == float("-inf")) | (high == float("inf"))
-    low = tl.minimum(tl.maximum(tl.where(lost, 0.0, low), -kv_codec.FP16_MAX), kv_codec.FP16_MAX) + 0.0
-    high = tl.minimum(tl.maximum(tl.where(lost, 0.0, high), -kv_codec.FP16_MAX), kv_codec.FP16_MAX)
+    least, most = _extreme_of_rows(raw, False, TASK), _extreme_of_rows(raw, True, TASK)  # [ROWS]
+    lost = (least != least) | (least == float("-inf")) | (most == float("inf"))
+    low = tl.minimum(tl.maximum(tl.where(lost, 0.0, least), -kv_codec.FP16_MAX), kv_codec.FP16_MAX) + 0.0
+    high = tl.minimum(tl.maximum(tl.where(lost, 0.0, most), -kv_codec.FP16_MAX), kv_codec.FP16_MAX)
     scale = tl.maximum(tl.math.div_rn(high - low, tl.full(low.shape, MOST, tl.float32)), kv_codec.SCALE_FLOOR)
     tiles = ()
     for i in tl.static_range(tl.constexpr(TASK.tiles)):
-        steps = tl.maximum(_as_fp32(raw[i], TASK) - low[:, None, None], 0.0)
-        steps = kv_codec.divide(steps, scale[:, None, None], PATHS) + 0.5
-        tiles = tiles + (tl.minimum(steps, MOST + 0.5),)  # a number, where the quotient is none: it overflowed
+        tiles = tiles + (_as_fp32(raw[i], TASK) - low[:, None, None],)
+    if TASK.dtype != "fp16":
+        # Elements may be beyond what low and high can be; and a quotient that overflows is NaN.
+        if tl.max(((least < -kv_codec.FP16_MAX) | (most > kv_codec.FP16_MAX)).to(tl.int32), 0) != 0:
+            inside = ()
+            for i in tl.static_range(tl.constexpr(TASK.tiles)):
+                steps = tl.minimum(tl.maximum(tiles[i], 0.0), (scale * (MOST + 0.25))[:, None, None])
+                inside = inside + (steps,)
+            tiles = inside
+    quotients = ()
+    for i in tl.static_range(tl.constexpr(TASK.tiles)):
+        quotients = quotients + (kv_codec.divide(tiles[i], scale[:, None, None], PATHS) + 0.5,)
     runs = ()
     for i in tl.static_range(tl.constexpr(TASK.octets)):
-        word = kv_codec.pack_values(kv_codec.octet_of(tiles, i, TASK), TASK)
+        word = kv_codec.pack_values(kv_codec.octet_of(quotients, i, TASK.width), TASK)
         runs = runs + (tl.where(lost[:, None], 0, word),)
     kv_codec.store_codes(kv_codec.codes_at(page, place, head, True, TASK), runs, exists, TASK.value_bits, TASK)
     FIELD: tl.constexpr = TASK.fields - 2
@@ -149,28 +201,33 @@ def _store_values(value, token, head, exists, page, place, TASK: tl.constexpr):
 
 
 @triton.jit
-def _extreme(a, b, MOST: tl.constexpr):
-    if MOST:
-        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def _extreme_of_rows(raw, MOST: tl.constexpr, TASK: tl.constexpr):
+    """The largest, or the smallest, element of rows [ROWS]; NaN where there is one."""
+    PATHS: tl.constexpr = TASK.paths
+    x = _as_fp32(raw[0], TASK) if TASK.sanitize else raw[0]
+    for i in tl.static_range(1, tl.constexpr(TASK.tiles)):
+        x = kv_codec.extreme(x, _as_fp32(raw[i], TASK) if TASK.sanitize else raw[i], MOST, PATHS)
+    found = kv_codec.extreme_of_columns(x, MOST, PATHS)
+    if PATHS.interpreted:  # a reduction by a function is slow there
+        for stage in tl.static_range(6):
+            if 1 << stage < TASK.parts:
+                a, b = tl.split(tl.reshape(found, [found.shape[0], found.shape[1] // 2, 2]))
+                found = kv_codec.extreme(a, b, MOST, PATHS)
+        return tl.reshape(found, [found.shape[0]])
+    elif MOST:
+        return tl.reduce(found, 1, _larger)
     else:
-        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+        return tl.reduce(found, 1, _smaller)
 
 
 @triton.jit
-def _extreme_of_row(x, MOST: tl.constexpr, TASK: tl.constexpr):
-    """The largest, or the smallest, of a tile's rows [ROWS]; NaN where there is one."""
-    if TASK.width == 4:
-        even, odd = kv_codec.halves_of_columns(x)
-    else:
-        even, odd = kv_codec.halves_of_columns(x)
-        even, odd = kv_codec.halves_of_columns(_extreme(even, odd, MOST))
-    a, b = tl.split(_extreme(even, odd, MOST))
-    found = _extreme(a, b, MOST)  # [ROWS, parts]
-    for stage in tl.static_range(6):
-        if 1 << stage < TASK.parts:
-            a, b = tl.split(tl.reshape(found, [found.shape[0], found.shape[1] // 2, 2]))
-            found = _extreme(a, b, MOST)
-    return tl.reshape(found, [found.shape[0]])
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -213,24 +270,67 @@ def _store_rotated_keys(
     tl.store(kv_codec.field_at(page, place, head, 0, TASK), kv_codec.fp16_bits(norm, lost), mask=exists)
 
 
-@triton.jit(do_not_specialize=["tokens", "num_slots"])
-def store_kv_kernel(
-    kv_cache, key, value, slots, centroids, rotation, tokens, num_slots, block_stride, slot_stride,
+@triton.jit
+def _store_tile(
+    kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride, slot_stride, tile, turn,
     TASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    token, head, exists = kv_codec.rows_of(program // 2, tokens, ROWS, TASK)
-    slot = tl.load(slots + token * slot_stride, mask=exists, other=-1)
-    page, place, exists = kv_codec.pages_of(kv_cache, slot, exists, num_slots, block_stride, TASK)
-    if program % 2 == 1:
-        _store_values(value, token, head, exists, page, place, TASK)
+    token, head, valid = kv_codec.rows_of(tile, tokens, ROWS, TASK)
+    if TASK.together:
+        # Rows whose slots do not exist are read in vain, and the others without waiting for their slots.
+        keys = _load_rows(key, token, head, valid, TASK)
+        values = _load_rows(value, token, head, valid, TASK)
+    slot = tl.load(slots + token * slot_stride, mask=valid, other=-1)
+    page, place, exists = kv_codec.pages_of(kv_cache, slot, valid, num_slots, block_stride, TASK)
+    if TASK.together:
+        if TASK.key_bits == 8:
+            _store_fp8_keys(keys, head, exists, page, place, TASK)
+        else:
+            _store_keys(keys, key, token, head, valid, exists, page, place, centroids, signs, TASK)
+        _store_values(values, head, exists, page, place, TASK)
+    elif turn == 1:
+        _store_values(_load_rows(value, token, head, exists, TASK), head, exists, page, place, TASK)
     else:
         if TASK.key_bits == 8:
-            _store_fp8_keys(key, token, head, exists, page, place, TASK)
+            _store_fp8_keys(_load_rows(key, token, head, exists, TASK), head, exists, page, place, TASK)
         elif TASK.rotated:
             _store_rotated_keys(key, token, head, exists, page, place, centroids, rotation, ROWS, TASK)
         else:
-            _store_keys(key, token, head, exists, page, place, centroids, TASK)
+            keys = _load_rows(key, token, head, exists, TASK)
+            _store_keys(keys, key, token, head, exists, exists, page, place, centroids, signs, TASK)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots", "steps"])
+def store_kv_kernel(
+    kv_cache, key, value, slots, centroids, rotation, tokens, num_slots, block_stride, slot_stride, steps,
+    TASK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    PATHS: tl.constexpr = TASK.paths
+    program = tl.program_id(0)
+    signs = None
+    if TASK.products:
+        signs = kv_codec.signs_of_products(key.ptr.dtype.element_ty, TASK)
+    if not TASK.together:
+        _store_tile(
+            kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride, slot_stride,
+            program // 2, program % 2, TASK, ROWS,
+        )  # fmt: skip
+    else:
+        tile = program * steps
+        last = tile + steps
+        if PATHS.interpreted:
+            while tile < last:  # the interpreter has no range of what a kernel computes
+                _store_tile(
+                    kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride,
+                    slot_stride, tile, 0, TASK, ROWS,
+                )  # fmt: skip
+                tile += 1
+        else:
+            for each in tl.range(tile, last, num_stages=1):
+                _store_tile(
+                    kv_cache, key, value, slots, centroids, rotation, signs, tokens, num_slots, block_stride,
+                    slot_stride, each, 0, TASK, ROWS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -241,7 +341,8 @@ def _write_rows(rows, tiles, token, head, valid, exists, TASK: tl.constexpr):
         x = codec.saturate(tiles[i], TASK, False)
         x = tl.where(exists[:, None, None], x, 0.0)
         pointer = kv_codec.elements_at(rows, token, head, i, TASK)
-        tl.store(pointer, codec.round_to(x, rows.ptr.dtype.element_ty, PATHS), mask=valid[:, None, None])
+        x = kv_codec.in_order(codec.round_to(x, rows.ptr.dtype.element_ty, PATHS), TASK)
+        tl.store(pointer, x, mask=kv_codec.spread_mask(valid, TASK))
 
 
 @triton.jit

@@ -59,25 +59,41 @@ class Region:
         return self.first + self.size
 
     @property
+    def turned(self) -> str:
+        """What RoPE rotates: "nothing", "all", the last "groups", or "some" elements, which are not whole groups."""
+        if self.rotated >= self.end:
+            return "nothing"
+        if self.rotated <= self.first:
+            return "all"
+        grouped = self.scale in ("e8m0", "e4m3")
+        return "groups" if grouped and (self.rotated - self.first) % self.group == 0 else "some"
+
+    @property
+    def fills_tile(self) -> bool:
+        """Whether its tile holds nothing else."""
+        return self.groups == self.groups_padded and self.pairs == self.pairs_padded
+
+    @property
     def pair_bytes(self) -> int:
         return {"e2m1": 1, "e4m3": 2, "bf16": 4}[self.element]
 
 
-def regions_of(format: Format, dim: int, rotated: int) -> tuple[Region, ...]:
+def regions_of(format: Format, dim: int, rotated: int, merge: bool = False) -> tuple[Region, ...]:
     """A row's regions, in order.
 
     Args:
         format: The cache's format.
         dim: Values of a row.
         rotated: The first element that RoPE rotates; ``dim`` where it rotates none.
+        merge: Whether the groups that it rotates are in one region with the others.
     """
     if not format.grouped:
         element, scale = format.element.value, format.scale.value
         return (Region(0, -(-dim // _PLAIN_LINE), _PLAIN_LINE, dim, element, scale, rotated, 0, 0),)
     group, body = format.group, dim - format.tail
     bits = 4 if format.element is Element.E2M1 else 8
-    # The groups that RoPE touches stand apart, so that the others do not pay for it.
-    edges = sorted({0, min(rotated, body) // group * group, body})
+    # Apart from those that RoPE touches, the others do not pay for it.
+    edges = [0, body] if merge else sorted({0, min(rotated, body) // group * group, body})
     found = [
         Region(
             first, (end - first) // group, group, end - first, format.element.value, format.scale.value,

@@ -11,7 +11,8 @@ A tile has one line for each group, so that the largest magnitude of a group is 
 changes its layout between the load and the store. A row is taken in up to three regions, each with its own element
 code: the quantized groups that no rotation touches, those that RoPE rotates, and a bf16 tail. The first is most of the
 row, and the others cost most: programs of their own do not make it wait. RoPE's pairs are the very pairs that a tile
-holds: it needs no shuffle.
+holds: it needs no shuffle. Where all groups of a row fill a tile and are encoded two bf16 at a time, they are one
+region: those that RoPE rotates are rotated in a tile of their own and then put in their places, and no lane idles.
 """
 
 from __future__ import annotations
@@ -92,10 +93,30 @@ class StoreTask:
 
 
 @triton.jit
+def _both(one, other):
+    """Two masks as one; None has everything."""
+    if one is None:
+        return other
+    elif other is None:
+        return one
+    else:
+        return one & other
+
+
+@triton.jit
+def _read(pointers, mask):
+    """What is there, or zeros; without a mask, which costs registers and instructions, everything."""
+    if mask is None:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0)
+
+
+@triton.jit
 def _load_words(rows, pair, mask, TASK: tl.constexpr):
     """Pairs of 16-bit elements, the even one in the low half."""
     if TASK.wide_loads:
-        return tl.load(rows.to(tl.pointer_type(tl.int32)) + pair, mask=mask, other=0)
+        return _read(rows.to(tl.pointer_type(tl.int32)) + pair, mask)
     else:
         halves = rows.to(tl.pointer_type(tl.int16))
         low = tl.load(halves + 2 * pair, mask=mask, other=0).to(tl.int32) & 0xFFFF
@@ -115,7 +136,7 @@ def _load_pairs(rows, pair, mask, TASK: tl.constexpr):
         high = ((words >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         return low, high
     elif TASK.wide_loads:
-        both = tl.load(rows.to(tl.pointer_type(tl.int64)) + pair, mask=mask, other=0)
+        both = _read(rows.to(tl.pointer_type(tl.int64)) + pair, mask)
         return codec.float_of(both.to(tl.int32)), codec.float_of((both >> 32).to(tl.int32))
     else:
         low = tl.load(rows + 2 * pair, mask=mask, other=0)
@@ -126,13 +147,13 @@ def _load_pairs(rows, pair, mask, TASK: tl.constexpr):
 def _rotate(x, y, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
     """RoPE on the pairs from REGION.rotated on; products and sums are rounded one by one."""
     angle = pair - REGION.rotated // 2
-    turned = mask & (angle >= 0)
-    cos = tl.load(table + at + angle, mask=turned, other=1.0).to(tl.float32)
-    sin = tl.load(table + at + angle + 32, mask=turned, other=0.0).to(tl.float32)
-    if REGION.rotated <= REGION.first:
-        return x * cos - y * sin, y * cos + x * sin
-    else:
+    turned = _both(mask, angle >= 0) if REGION.turned == "some" else mask
+    cos = _read(table + at + angle, turned).to(tl.float32)
+    sin = _read(table + at + angle + 32, turned).to(tl.float32)
+    if REGION.turned == "some":
         return tl.where(turned, x * cos - y * sin, x), tl.where(turned, y * cos + x * sin, y)
+    else:
+        return x * cos - y * sin, y * cos + x * sin
 
 
 @triton.jit
@@ -170,19 +191,49 @@ def _is_packed(region, task):
     """Whether a region's groups are encoded two bf16 at a time, without taking them to fp32.
 
     Their assembly takes up to four words with the scale of the first: each thread must hold whole runs of four words,
-    which it does where it loads 16 bytes at a time.
+    which it does where it loads 16 bytes at a time. RoPE gives fp32: for E4M3 elements in a region of their own, making
+    bf16 of them costs more than it saves.
     """
     runs = task.row_alignment == 16 and region.pairs % 4 == 0 and region.first % 8 == 0
-    plain = task.dtype == "bf16" and region.rotated >= region.end and task.propagate and task.paths.pairs != "none"
-    return runs and plain and (region.element == "e2m1" or (region.scale == "e8m0" and task.paths.e4m3 == "cvt"))
+    plain = task.dtype == "bf16" and task.propagate and task.paths.pairs != "none" and region.turned != "some"
+    eights = region.scale == "e8m0" and task.paths.e4m3 == "cvt" and region.turned != "all"
+    return runs and plain and (region.element == "e2m1" or eights)
 
 
 @triton.jit
-def _encode_packed(rows, pair, mask, REGION: tl.constexpr, TASK: tl.constexpr):
+def _turned_words(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
+    """Pairs that RoPE rotates, as words whose groups are encoded as the fp32 would be: see :func:`codec.odd_pair`."""
+    PATHS: tl.constexpr = TASK.paths
+    x, y = _load_pairs(rows, pair, mask, TASK)
+    x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
+    return codec.odd_pair(x, y, PATHS)
+
+
+@triton.jit
+def _merged_words(rows, pair, read, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
+    """As :func:`_turned_words` for a region whose last groups RoPE rotates; ``read``: which rows are read.
+
+    A small tile has those groups alone, so that every lane takes part in rotating them; shuffles bring them over what
+    would be in their place.
+    """
+    first = REGION.rotated // 2
+    rest = _both(read, pair < first)
+    words = tl.load(rows.to(tl.pointer_type(tl.int32)) + pair, mask=rest)  # elsewhere anything: it is not used
+    # Without a barrier the compiler has these loads wait for the positions, as those of the table must.
+    tl.debug_barrier()
+    GROUPS: tl.constexpr = (REGION.end - REGION.rotated) // REGION.group
+    turned = tl.arange(0, GROUPS)[None, :, None] * REGION.pairs + tl.arange(0, REGION.pairs)[None, None, :]
+    turned = _turned_words(rows, first + turned, read, table, at, REGION, TASK)  # [TOKENS, GROUPS, pairs]
+    REPEATED: tl.constexpr = (turned.shape[0], REGION.groups // GROUPS, GROUPS, REGION.pairs)
+    turned = tl.reshape(tl.broadcast_to(turned[:, None, :, :], REPEATED), words.shape)
+    return tl.where(pair < first, words, turned)
+
+
+@triton.jit
+def _encode_packed(words, REGION: tl.constexpr, TASK: tl.constexpr):
     """The values of a region's groups, two at a time, and their scale bytes."""
     PATHS: tl.constexpr = TASK.paths
-    words = _load_words(rows, pair, mask, TASK)
-    byte, lost = _group_scale(codec.largest_half(words, PATHS) << 16, REGION, TASK)
+    byte, lost = _group_scale(codec.largest_half(words, PATHS), REGION, TASK)
     if REGION.element == "e2m1":
         values = codec.encode_e2m1_words(words, byte, lost, tl.constexpr(REGION.scale), PATHS)
     else:
@@ -191,10 +242,23 @@ def _encode_packed(rows, pair, mask, REGION: tl.constexpr, TASK: tl.constexpr):
 
 
 @triton.jit
-def _encode_group(rows, pair, mask, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
-    """The values of a region's groups in fp32, a pair in an int32, and their scale bytes."""
-    x, y = _load_pairs(rows, pair, mask, TASK)
-    return encode_group_pairs(x, y, pair, mask, table, at, REGION, TASK)
+def _encode_group(rows, pair, mask, read, table, at, REGION: tl.constexpr, TASK: tl.constexpr):
+    """The values of a region's groups, a pair in an integer, and their scale bytes."""
+    if REGION.turned == "groups":
+        words = _merged_words(rows, pair, read, table, at, REGION, TASK)
+        if _is_packed(REGION, TASK):
+            return _encode_packed(words, REGION, TASK)
+        else:  # in the interpreter
+            return _encode_floats(codec.float_of(words << 16), codec.float_of(words & -65536), REGION, TASK)
+    elif _is_packed(REGION, TASK):
+        if REGION.turned == "all":
+            words = _turned_words(rows, pair, mask, table, at, REGION, TASK)
+        else:
+            words = _load_words(rows, pair, mask, TASK)
+        return _encode_packed(words, REGION, TASK)
+    else:
+        x, y = _load_pairs(rows, pair, mask, TASK)
+        return encode_group_pairs(x, y, pair, mask, table, at, REGION, TASK)
 
 
 @triton.jit
@@ -208,9 +272,15 @@ def encode_group_pairs(x, y, pair, mask, table, at, REGION: tl.constexpr, TASK: 
         table: Cosines and sines, or None.
         at: Where in the table the tokens' begin.
     """
-    PATHS: tl.constexpr = TASK.paths
     if REGION.rotated < REGION.end:
         x, y = _rotate(x, y, pair, mask, table, at, REGION, TASK)
+    return _encode_floats(x, y, REGION, TASK)
+
+
+@triton.jit
+def _encode_floats(x, y, REGION: tl.constexpr, TASK: tl.constexpr):
+    """As :func:`encode_group_pairs`, after RoPE."""
+    PATHS: tl.constexpr = TASK.paths
     if TASK.sanitize:
         largest = codec.float_of(tl.full([1, 1, 1], TASK.limit, tl.int32))
         x, y = _sanitize(x, largest), _sanitize(y, largest)
@@ -313,12 +383,12 @@ def _store_region(
     pair = group[None, :, None] * REGION.pairs + inner[None, None, :]
     rows = (latent + token * latent_stride)[:, None, None]
     record = (values_at + REGION.value_offset)[:, None, None]
+    read = None if read is None else read[:, None, None]
     if REGION.scale == "e8m0" or REGION.scale == "e4m3":
-        mask = read[:, None, None] & inside  # [TOKENS, groups, pairs]
-        if _is_packed(REGION, TASK):
-            values, byte = _encode_packed(rows, pair + REGION.first // 2, mask, REGION, TASK)
-        else:
-            values, byte = _encode_group(rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], REGION, TASK)
+        mask = read if REGION.fills_tile and TASK.wide_loads else _both(read, inside)
+        values, byte = _encode_group(
+            rows, pair + REGION.first // 2, mask, read, cos_sin, at[:, None, None], REGION, TASK
+        )
         scales = scales_at[:, None] + REGION.first_scale + group[None, :]
         if INDEX > 0 and TASK.one_warp:
             # Few: stored byte by byte they need no exchange between threads, which was faster on an H200.
@@ -326,7 +396,7 @@ def _store_region(
         tl.store(scales, byte.to(tl.uint8), mask=here)
     else:
         inside = inside & (pair < REGION.all_pairs)
-        mask = read[:, None, None] & inside
+        mask = _both(read, inside)
         values = _encode_plain(
             rows, pair + REGION.first // 2, mask, cos_sin, at[:, None, None], reciprocal, REGION, TASK
         )
@@ -340,15 +410,17 @@ def _store_part(
     TASK: tl.constexpr, PART: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Some of the regions of TOKENS rows, from row ``first`` on."""
-    token = first + tl.arange(0, TOKENS)
-    given = token < tokens
-    slot = tl.load(slots + token * slot_stride, mask=given, other=-1)
-    stored = addressing.within(slot, num_slots)
+    # In place of rows behind the last one it is read again, and not stored: masks would cost every program more.
+    last = tl.minimum(tokens - 1 - first, TOKENS - 1).to(tl.int32)
+    token = tl.minimum(tl.arange(0, TOKENS), last).to(tl.int64)
+    latent += first * latent_stride
+    slot = tl.load(slots + first * slot_stride + token * slot_stride)
+    stored = addressing.within(slot, num_slots) & (tl.arange(0, TOKENS) <= last)
     at = token * 0
     # Rows are read before their slots are known: the two loads' latencies overlap, and padding is rare.
-    read = given
+    read = None
     if positions is not None:
-        position = tl.load(positions + token * position_stride, mask=given, other=-1)
+        position = tl.load(positions + first * position_stride + token * position_stride)
         if TASK.compress_ratio > 1:
             stored = stored & (position % TASK.compress_ratio == TASK.compress_ratio - 1)  # of a negative one: never
             read = stored  # half of the rows are not stored: reading them would cost more

@@ -12,11 +12,14 @@ from mxkv.backends.triton_gpu.load import LoadTask
 from mxkv.backends.triton_gpu.regions import Region, regions_of
 from mxkv.backends.triton_gpu.store import StoreTask
 from mxkv.contracts import ROPE_DIM, LoadSpec, StoreSpec
+from mxkv.formats import Element, Scale
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def store_task(spec: StoreSpec, paths: Paths, row_alignment: int, address: int, one_warp: bool) -> StoreTask:
+def store_task(
+    spec: StoreSpec, paths: Paths, row_alignment: int, address: int, one_warp: bool, merge: bool = True
+) -> StoreTask:
     """A store kernel's constants.
 
     Args:
@@ -25,9 +28,11 @@ def store_task(spec: StoreSpec, paths: Paths, row_alignment: int, address: int, 
         row_alignment: Bytes to which the rows are known to be aligned: 16, a pair's or an element's.
         address: Of the cache, or its last two bits.
         one_warp: Whether a program has one warp.
+        merge: Whether the groups that RoPE rotates may be in one region with the others.
     """
     format, dim = spec.format, spec.latent_dim
-    regions = regions_of(format, dim, dim - ROPE_DIM if spec.rotate else dim)
+    merge = merge and row_alignment == 16 and _fit_one_tile(spec, paths)
+    regions = regions_of(format, dim, dim - ROPE_DIM if spec.rotate else dim, merge)
     top = numerics.float_bits(format.element.max)
     return StoreTask(
         regions=regions,
@@ -49,6 +54,20 @@ def store_task(spec: StoreSpec, paths: Paths, row_alignment: int, address: int, 
         one_warp=one_warp,
         paths=paths,
     )
+
+
+def _fit_one_tile(spec: StoreSpec, paths: Paths) -> bool:
+    """Whether all groups are encoded in one tile, two bf16 at a time, those that RoPE rotates in lanes that would idle.
+
+    That is where they fill a tile together. The interpreter does likewise, to test it.
+    """
+    format, groups = spec.format, spec.latent_dim // spec.format.group if spec.format.grouped else 0
+    if not (spec.rotate and format.grouped) or format.tail or groups & (groups - 1):
+        return False
+    eights = format.scale is Scale.E8M0 and (paths.e4m3 == "cvt" or paths.interpreted)
+    packed = (paths.pairs != "none" or paths.interpreted) and (format.element is Element.E2M1 or eights)
+    whole = ROPE_DIM % format.group == 0 and format.group % 8 == 0
+    return packed and whole and spec.latent_dtype == torch.bfloat16 and spec.nonfinite == "propagate"
 
 
 def programs(tokens: int, block_tokens: int, share: int) -> int:

@@ -19,6 +19,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_SIZE = 64
 MOST_SPILLED = 64  # bytes
 MOST_SHARED_LOADS = (24, 90)
+MOST_SHARED_LOADS_OF_SIGNS = 2
 K3V3 = KVFormat("k3v3", KeyCode.MSE3, 3)
 
 
@@ -48,6 +49,13 @@ class KVCase:
         parts += [name for name in ("packed", "tabled", "rotated", "software") if getattr(self, name)]
         parts += [f"splits={self.splits}"] * (self.splits > 1)
         return " ".join(parts)
+
+    @property
+    def products(self) -> bool:
+        """Whether a matrix product takes a part of a rotation."""
+        wide = self.dim % 64 == 0 or (self.dim % 32 == 0 and 3 not in (self.format.key.bits, self.format.value_bits))
+        normed = self.operation == "store_kv" and self.format.normed and not (self.rotated or self.software)
+        return normed and wide and self.dtype != FP32
 
     def launch(self, recorder: type, target: Target) -> Any:
         """What the backend launches, recorded."""
@@ -88,11 +96,11 @@ class KVCase:
         if self.operation == "store_kv":
             stored = kv_checks.store_kv_spec(cache, rows, rows, slots, name, centroids, rotation, "propagate")
             launch = kv.RowsLaunch(stored, paths)
-            launch(cache, rows, rows, slots, centroids, rotation, config=kv.rows_default(stored, target, False))
+            launch(cache, rows, rows, slots, centroids, rotation, config=kv.rows_default(stored, target, paths))
         else:
             loaded = kv_checks.load_kv_spec(cache, slots, name, self.dim, self.dtype, centroids, rotation)
             launch = kv.RowsLaunch(loaded, paths)
-            launch(cache, slots, rows, rows, centroids, rotation, config=kv.rows_default(loaded, target, False))
+            launch(cache, slots, rows, rows, centroids, rotation, config=kv.rows_default(loaded, target, paths))
 
     def problems(self, code: Any, target: Target) -> list[str]:
         """What is wrong with the machine code."""
@@ -107,6 +115,10 @@ class KVCase:
             most = MOST_SHARED_LOADS[self.format.normed]  # operands are made in registers; rotating queries needs some
             if shared > most:
                 found.append(f"{shared} loads from shared memory, expected at most {most}")
+        if self.products and target.vendor == "nvidia":
+            shared = len(re.findall(r"\b(?:ld\.shared|ldmatrix)", code.text))
+            if shared > MOST_SHARED_LOADS_OF_SIGNS:  # rows and products stay in registers
+                found.append(f"{shared} loads from shared memory, expected at most {MOST_SHARED_LOADS_OF_SIGNS}")
         for instruction, expected in self._instructions(target).items():
             if bool(re.search(instruction, code.text)) != expected:
                 found.append(f"{instruction} is {'absent' if expected else 'present'}")
@@ -119,8 +131,10 @@ class KVCase:
             cvt = target.fp8 == "e4nv" and not self.software
             if self.operation == "store_kv":
                 wanted[r"cvt\.rn\.satfinite\.e4m3x2\.f32"] = fp8 and cvt
-                quick = not (fp8 or self.tabled or self.rotated or self.software)
-                wanted[r"add\.rn\.sat\.f32|dp4a"] = quick
+                wanted[r"tanh\.approx\.f32"] = not (fp8 or self.tabled or self.rotated or self.software)
+                if self.products:
+                    wanted[r"mma\.sync"] = True
+                    wanted["wgmma"] = False
             elif fp8:
                 wanted[r"cvt\.rn\.f16x2\.e4m3x2"] = cvt
             if self.operation == "attend_kv":
@@ -135,6 +149,7 @@ def cases(everything: bool) -> Iterator[KVCase]:
     k8v4, k4v4, k3v4, k3v3 = mxkv.KV_FORMATS.values()
     yield KVCase("store_kv", k8v4, main=True)
     yield KVCase("store_kv", k4v4, main=True, costly=True)
+    yield KVCase("store_kv", k4v4, 64)
     yield KVCase("store_kv", K3V3, 16, tabled=True, dtype=FP16)
     yield KVCase("store_kv", k3v3, 16, rotated=True, dtype=FP32)
     yield KVCase("load_kv", k3v4, 32)

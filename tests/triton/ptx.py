@@ -1,4 +1,7 @@
-"""Run the kernels' inline assembly on arrays: the few PTX instructions that it uses, on 32-bit registers."""
+"""Run the kernels' inline assembly on arrays: the few PTX instructions that it uses, on 32-bit registers.
+
+Of an array 32 neighbours are a warp.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from mxkv import numerics
 
 Register = torch.Tensor  # int64, 0 to 2**32 - 1
 WORD = 0xFFFFFFFF
+LANES = 32
 
 
 def float_of(bits: Register) -> torch.Tensor:
@@ -82,6 +86,12 @@ def _towards_zero(exact: torch.Tensor) -> Register:
     return bits_of(torch.where(past, torch.nextafter(nearest, torch.zeros_like(nearest)), nearest))
 
 
+def _shuffled(value: Register, lane: Register, clamp: Register, members: Register) -> Register:
+    """What another lane of each warp has."""
+    at = torch.arange(len(value))
+    return value[at - at % LANES + lane % LANES]
+
+
 def _fp32(operation: Callable[..., torch.Tensor]) -> Callable[..., Register]:
     """An operation on fp32 that is exact in fp64, rounded once."""
     return lambda *registers: bits_of(operation(*(float_of(r).double() for r in registers)).float())
@@ -122,20 +132,23 @@ OPERATIONS: dict[str, Callable[..., Register]] = {
     "mov.f32": lambda a: a,
     "abs.f32": lambda a: a & 0x7FFFFFFF,
     "add.rn.f32": _fp32(lambda a, b: a + b),
-    "add.rn.sat.f32": _fp32(lambda a, b: (a + b).clamp(0, 1)),
     "add.rz.f32": lambda a, b: _towards_zero(float_of(a).double() + float_of(b).double()),
     "fma.rn.f32": _fp32(lambda a, b, c: a * b + c),
     "copysign.f32": lambda sign, a: (a & 0x7FFFFFFF) | (sign & 0x80000000),
     "dp4a.u32.u32": lambda a, b, c: (sum(((a >> n) & 0xFF) * ((b >> n) & 0xFF) for n in (0, 8, 16, 24)) + c) & WORD,
-    "cvt.rn.f32.u32": lambda a: bits_of(a.double().float()),
-    "setp.gt.f32": lambda a, b: (float_of(a) > float_of(b)).long(),
+    "mov.u32": lambda a: a,
+    "sub.s32": lambda a, b: (a - b) & WORD,
+    "abs.s32": lambda a: torch.where(a > 0x7FFFFFFF, (1 << 32) - a, a),
+    "setp.eq.s32": lambda a, b: (a == b).long(),
+    "set.ge.f32.f32": lambda a, b: bits_of((float_of(a) >= float_of(b)).float()),
+    "tanh.approx.f32": lambda a: bits_of(float_of(a).double().tanh().float() * (1 + 2.0**-11)),
+    "shfl.sync.idx.b32": _shuffled,
     "selp.f32": lambda a, b, chosen: torch.where(chosen != 0, a, b),
     "not.b32": lambda a: a ^ WORD,
     "xor.b32": torch.bitwise_xor,
+    "mul.hi.u32": lambda a, b: (a * b) >> 32,  # of a product below 2**63
     "mul.lo.u32": lambda a, b: (a * b) & WORD,
-    "add.s32": lambda a, b: (a + b) & WORD,
     "sub.u32": lambda a, b: (a - b) & WORD,
-    "shr.s32": lambda a, n: (torch.where(a > 0x7FFFFFFF, a - (1 << 32), a) >> n) & WORD,
     "mul.rn.f32": lambda a, b: bits_of(float_of(a) * float_of(b)),
 }
 
@@ -145,6 +158,8 @@ def run(assembly: str, outputs: int, *inputs: Register) -> list[Register]:
     registers = {f"${outputs + i}": value for i, value in enumerate(inputs)}
 
     def read(operand: str) -> Register:
+        if operand == "%laneid":
+            return torch.arange(len(inputs[0])) % LANES
         if operand.startswith("0f"):
             return torch.full_like(inputs[0], int(operand[2:], 16))
         if operand.startswith("0x") or operand.isdigit():

@@ -94,6 +94,17 @@ def test_a_lost_group_gives_zeros(pairs: str, divide: bool) -> None:
     assert not got.any()
 
 
+def test_odd_pairs() -> None:
+    upper, lower = torch.meshgrid(
+        torch.arange(0, 1 << 16, 7), torch.tensor([0, 1, 0x7FFF, 0x8000, 0xFFFF]), indexing="ij"
+    )
+    upper, lower = upper.flatten(), lower.flatten()
+    x = (upper << 16) | lower
+    (got,) = ptx.run(codec.ODD_ASSEMBLY.value, 1, x, x.flip(0), twice(1, x))
+    want = upper | (lower != 0)
+    assert torch.equal(got, want | (want.flip(0) << 16))
+
+
 @pytest.mark.parametrize("saturate", [False, True])
 @pytest.mark.parametrize("pairs", PAIRS)
 def test_reading_e2m1(pairs: str, saturate: bool) -> None:

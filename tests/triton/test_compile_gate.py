@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 TARGETS = ("ampere", "ada", "hopper", "blackwell", "gfx942", "gfx950")
 
 
-def run_worker(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_worker(target: str, *arguments: str, module: str = "compile_worker") -> subprocess.CompletedProcess[str]:
     """Compile for a target in a process of its own: targets contaminate each other, and bad assembly kills it."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("MXKV_")}
     return subprocess.run(
-        [sys.executable, "-m", "tests.triton.compile_worker", *arguments],
+        [sys.executable, "-m", f"tests.triton.{module}", *arguments],
         cwd=ROOT, env=environment | {"MXKV_TARGET": target}, capture_output=True, text=True,
     )  # fmt: skip
 
@@ -48,3 +48,11 @@ def test_a_target_must_be_a_gpu() -> None:
     done = run_worker("cpu")
     assert done.returncode == 2
     assert "MXKV_TARGET must name a GPU target" in done.stderr
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+def test_attentions_launch_what_was_compiled_ahead(format: str) -> None:
+    """Also where their sizes differ: else the tuner would compile each candidate again, one after another."""
+    done = run_worker("hopper", format, module="compiled_ahead")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == ""

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import mxkv
 from mxkv import KeyCode, KVFormat, lloyd_max
 from mxkv.backends.torch_eager import kv as oracle
-from mxkv.backends.triton_gpu import kv, kv_attend
+from mxkv.backends.triton_gpu import kv, kv_attend, kv_codec
 from mxkv.backends.triton_gpu.codec import Paths
 from tests.support import generator
 from tests.triton import ptx
@@ -43,24 +43,39 @@ def word_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("d", [64, 16, 128])
 @pytest.mark.parametrize("bits", BITS)
 def test_keys_are_bucketized(bits: int, d: int, corrected: bool) -> None:
-    """On midpoints and beside them, at zeros of both signs, far out, and anywhere."""
-    factor = torch.tensor(d**-0.5)
-    edges = torch.tensor(lloyd_max.midpoints(lloyd_max.centroids(d, bits)))
-    on = torch.cat((edges, edges.nextafter(edges + 1), edges.nextafter(edges - 1)))
-    exact = on / factor  # of a power of two: exact, and back
-    other = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 11.3, -11.3, 1e-9, -1e-9])
-    anywhere = torch.randn(4096, generator=generator(0))
-    x = torch.cat((exact, other, anywhere))
-    x = x[torch.randperm(len(x) // 8 * 8, generator=generator(1))].view(-1, 8)
-    y = x * factor
+    """On midpoints and near them, at zeros of both signs, far out, and anywhere."""
+    factor = 2.0**-5
     table = torch.tensor(lloyd_max.centroids(d, bits))
-    want = torch.bucketize(y, (table[:-1] + table[1:]) / 2, right=True)
-    word, squares = ptx.run(
-        store_task(bits, d, corrected).bucketize_assembly, 2, *(ptx.bits_of(x[:, j]) for j in range(8))
-    )
-    assert torch.equal(word, word_of(want, bits))
+    edges = torch.tensor(lloyd_max.midpoints(table.tolist()))
+    near = torch.cat((edges, edges * (1 + 2.0**-21), edges * (1 - 2.0**-21)))
+    other = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 11.3, -11.3, 1e-9, -1e-9, 1e30, -1e30])
+    anywhere = torch.randn(8192, generator=generator(0)) * 2 * d**-0.5
+    y = torch.cat((near, other, anywhere))
+    y = y[torch.randperm(len(y), generator=generator(1))[: len(y) // 256 * 256]].view(-1, 8)
+    want = torch.bucketize(y, edges, right=True)
+    task = store_task(bits, d, corrected)
+    columns = [ptx.bits_of(y[:, j] / factor) for j in range(8)]
+    columns.append(ptx.bits_of(torch.full((len(y),), factor * task.companding[0])))
     if corrected:
-        assert torch.allclose(ptx.float_of(squares), table[want].square().sum(-1), rtol=1e-6, atol=3e-7)
+        before = [torch.full_like(columns[0], n) for n in (1000, 70)]
+        word, *sums = ptx.run(task.bucketize_assembly, 3, *columns, *before)
+        squares = ((sums[0] - 1000) * kv_codec._RADIX + (sums[1] - 70)).double() * task.square_unit
+        assert torch.allclose(squares.float(), table[want].square().sum(-1), rtol=1e-6)
+    else:
+        (word,) = ptx.run(task.bucketize_assembly, 1, *columns)
+    assert torch.equal(word, word_of(want, bits))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("d", [16, 80, 128, 512])
+def test_companding_counts_midpoints(bits: int, d: int) -> None:
+    """A tanh puts each midpoint near its number, so that a coarse tanh will do."""
+    k, most = store_task(bits, d).companding
+    edges = torch.tensor(lloyd_max.midpoints(lloyd_max.centroids(d, bits)))
+    middle = len(edges) // 2
+    numbers = torch.arange(-middle, middle + 1)
+    assert ((k * edges).tanh() * most - numbers).abs().max() < 0.4
+    assert most < middle + 0.4
 
 
 @pytest.mark.parametrize("bits", BITS)

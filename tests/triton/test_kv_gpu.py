@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import mxkv
+from mxkv import kv_checks
+from mxkv.backends.triton_gpu import kv
 from tests.triton.test_gpu import no_sync
 
 pytestmark = [
@@ -62,6 +64,20 @@ def test_many_tokens_have_the_oracles_bytes(name: str) -> None:
         for b in ("torch", "triton")
     ]
     assert all(torch.equal(x, y) for x, y in zip(*loaded, strict=True))
+
+
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[1], NAMES[3]])
+def test_no_configuration_changes_bytes(name: str) -> None:
+    """What each launch configuration stores of 16-bit keys and values, more than all of its programs take at once."""
+    key, value = rows(20_000)
+    slots = torch.arange(len(key), device="cuda").flip(0)
+    caches = []
+    for config in (None, kv.KVConfig(8, 1, 4, 1, 0), kv.KVConfig(16, 2, 4, 3, 16), kv.KVConfig(16, 1, 4, 8, 8)):
+        cache = mxkv.empty_kv_cache(name, 625, BLOCK_SIZE, HEADS, DIM, "cuda")
+        spec = kv_checks.store_kv_spec(cache, key, value, slots, name, None, None, "propagate")
+        kv.prepare(spec)(cache, key, value, slots, None, None, config=config)
+        caches.append(cache)
+    assert all(torch.equal(cache, caches[0]) for cache in caches)
 
 
 @pytest.mark.parametrize("splits", [None, 1, 5])

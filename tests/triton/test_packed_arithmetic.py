@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mxkv import numerics
+from mxkv import Element, numerics
 from mxkv.backends.triton_gpu.tasks import _two_parts
 
 MAGNITUDES = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double()  # every finite one
@@ -123,6 +123,39 @@ def test_e4m3_scales(largest: float) -> None:
     ]
     want = numerics.encode_e4m3(near / torch.tensor(largest))
     assert torch.equal(numerics.encode_e4m3(torch.tensor(got)), want)
+
+
+def near(values: torch.Tensor) -> torch.Tensor:
+    """fp32 around numbers: neighbours, and some as far away as a bf16 or two."""
+    g = torch.Generator().manual_seed(0)
+    steps = torch.cat((torch.arange(-20, 21), torch.randint(-(1 << 17), 1 << 17, (200,), generator=g)))
+    bits = values.float().view(torch.int32)[:, None] + steps.int()
+    return bits.clamp(0, 0x7F400000).view(torch.float32).flatten()
+
+
+def odd(x: torch.Tensor) -> torch.Tensor:
+    """fp32 cut to bf16, odd where that loses something."""
+    bits = x.view(torch.int32)
+    return ((bits | ((bits & 0xFFFF) != 0).int() << 16) & -65536).view(torch.float32)
+
+
+def test_odd_bf16_have_the_bytes_of_the_fp32() -> None:
+    """Around every tie and every code: E2M1 codes under every E4M3 scale, E4M3 codes, and scales of both kinds."""
+    codes = numerics.decode_e4m3(torch.arange(0x7F, dtype=torch.uint8)).double()
+    ties = (codes[1:] + codes[:-1]) / 2
+    bounds = torch.cat((codes, ties))
+    for byte in range(1, 0x7F):
+        x = near(torch.tensor([0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7]) * codes[byte])
+        scale = codes[byte].float()
+        assert torch.equal(numerics.encode_e2m1(odd(x) / scale), numerics.encode_e2m1(x / scale)), byte
+    assert torch.equal(numerics.encode_e4m3(odd(near(bounds))), numerics.encode_e4m3(near(bounds)))
+    exponents = torch.arange(-126, 127).double()
+    for element, scale_of, amax in (
+        (Element.E2M1, numerics.e4m3_scale, near(6 * bounds)),
+        (Element.E2M1, numerics.e8m0_scale, near(6 * 2**exponents)),
+        (Element.E4M3, numerics.e8m0_scale, near(torch.cat((448 * 2**exponents, torch.tensor([1e-4]))))),
+    ):
+        assert torch.equal(scale_of(odd(amax), element), scale_of(amax, element))
 
 
 @pytest.mark.parametrize("byte", [0, 1, 60, 105, 127, 200, 246])
