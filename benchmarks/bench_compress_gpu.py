@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,45 +43,7 @@ from mxkv.backends.triton_gpu.config import CompressConfig
 from mxkv.contracts import Packed
 
 DIM, RING_DIM, CAPACITY, BLOCK_SIZE, MAX_POSITION, EPS = 512, 1024, 8, 64, 1 << 16, 1e-6
-CONFIGS = tuple(CompressConfig(tokens, registers) for registers in (255, 64) for tokens in (1, 2, 4, 8))
-BEFORE = {"merged": False, "together": False}
-FEW_TRIED = (
-    CompressConfig(8, 64, **BEFORE),
-    CompressConfig(8, 64, together=False),
-    *(CompressConfig(tokens, 64) for tokens in (8, 4, 2, 1)),
-    CompressConfig(8, 64, early=True),
-    CompressConfig(8, 64, hint="cg"),
-    *(CompressConfig(tokens, 64, ahead=2048) for tokens in (8, 2)),
-    CompressConfig(8, 80, ahead=2048),
-    CompressConfig(2, 64, early=True, hint="cg"),
-)
-MANY_TRIED = (
-    *FEW_TRIED,
-    CompressConfig(8, 64, merged=False),
-    CompressConfig(2, 64, early=True),
-    CompressConfig(4, 64, early=True),
-    CompressConfig(8, 64, hint="first"),
-    CompressConfig(8, 64, early=True, hint="cg"),
-    CompressConfig(16, 64),
-    *(CompressConfig(8, registers) for registers in (56, 72, 96, 255)),
-    *(CompressConfig(8, 64, ahead=ahead) for ahead in (512, 8192)),
-    CompressConfig(8, 128, ahead=2048),
-    CompressConfig(8, 64, hint="cg", ahead=2048),
-    CompressConfig(2, 64, early=True, hint="cg", ahead=2048),
-    CompressConfig(2, 64, 2),
-    CompressConfig(8, 64, 2),
-    CompressConfig(8, 40, 2, ahead=2048),
-)
-ONES_TRIED = (
-    CompressConfig(1, 64, **BEFORE),
-    *(CompressConfig(1, 64, warps) for warps in (1, 2, 4)),
-    *(CompressConfig(1, 64, warps, early=True) for warps in (1, 2, 4, 8)),
-    *(CompressConfig(1, 64, warps, early=True, eager=True) for warps in (2, 4, 8)),
-    CompressConfig(1, 255, 4, early=True),
-    CompressConfig(1, 255, 4, early=True, eager=True),
-    CompressConfig(1, 255, 1, early=True, eager=True),
-    CompressConfig(2, 64, 4, early=True),
-)
+WORKERS = 14  # that compile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +115,13 @@ SMALL = (
     Shape(64, 1, "mxfp8", first=4097, wanted_us=3),
 )
 SWEEP = (
-    *((shape, ONES_TRIED) for shape in SMALL),
-    (Shape(16, 16384, "mxfp8"), MANY_TRIED),
-    (Shape(16, 16384, "mxfp4"), FEW_TRIED),
-    (Shape(16, 16384), FEW_TRIED),
-    (Shape(16, 16384, "nvfp4"), FEW_TRIED[:8]),
-    (Shape(4096, 1, "mxfp8", first=4097), ONES_TRIED),
-    (Shape(1, 4096), (*ONES_TRIED, CompressConfig(2, 64))),
+    *SMALL,
+    Shape(16, 16384),
+    Shape(16, 16384, "mxfp8"),
+    Shape(16, 16384, "mxfp4"),
+    Shape(16, 16384, "nvfp4"),
+    Shape(4096, 1, "mxfp8", first=4097),
+    Shape(1, 4096),
 )
 
 
@@ -205,18 +167,27 @@ class Buffers:
                 cos_sin=self.table, backend=backend,
             )  # fmt: skip
 
-    def run_as(self, config: CompressConfig) -> None:
-        """The backend's launch in one configuration."""
+    def launch(self) -> tuple[Any, tuple[Any, ...]]:
+        """The backend's launch, and what it is called with."""
+        p, shape = self.packed, self.shape
+        if shape.save:
+            spec: Any = compression_checks.save_ring_spec(p.rows, p.slots, p.ring)
+            return compression.prepare(spec), (p.rows, p.slots, p.ring)
         if self.cache is None:
-            spec = compression_checks.compress_spec(self.packed, self.shape.ratio, self.out)
-            compression.prepare(spec)(self.packed, self.out, config=config)
-        else:
-            stored = compression_checks.compress_store_spec(
-                self.packed, self.shape.ratio, self.cache, self.cache_slots, None, self.shape.format, self.table, None,
-                "propagate",
-            )  # fmt: skip
-            launch: Any = compression.prepare(stored)
-            launch(self.packed, self.cache, self.cache_slots, self.table, None, None, config=config)
+            spec = compression_checks.compress_spec(p, shape.ratio, self.out)
+            return compression.prepare(spec), (p, self.out)
+        asked = self.out if shape.latents else None
+        spec = compression_checks.compress_store_spec(
+            p, shape.ratio, self.cache, self.cache_slots, asked, shape.format, self.table, None, "propagate"
+        )
+        return compression.prepare(spec), (p, self.cache, self.cache_slots, self.table, None, asked)
+
+    def run_as(self, config: CompressConfig | None) -> None:
+        """The backend's launch in one configuration; without one, the public call."""
+        if config is None:
+            return self.run()
+        launch, arguments = self.launch()
+        launch(*arguments, config=config)
 
     def outcome(self) -> list[torch.Tensor]:
         """What the call may write, as bytes."""
@@ -276,7 +247,14 @@ def is_right(shape: Shape, run: Callable[[Buffers], None]) -> bool:
     return all(torch.equal(*pair) for pair in zip(outcome_of(small, run), oracle_of(small), strict=True))
 
 
-def verdict_of(job: tuple[Shape, CompressConfig]) -> str:
+def configs_of(shape: Shape) -> tuple[CompressConfig, ...]:
+    """What a call of a shape may be launched with, its default first."""
+    launch, _ = make(smaller(shape)).launch()
+    default = launch.choose(shape.tokens)
+    return default, *(config for config in compression.tunable(launch.spec).space if config != default)
+
+
+def verdict_of(job: tuple[Shape, CompressConfig | None]) -> str:
     """What is wrong with a configuration's bytes; compiles it."""
     shape, config = job
     try:
@@ -284,6 +262,17 @@ def verdict_of(job: tuple[Shape, CompressConfig]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "" if right else "wrong bytes"
+
+
+def verdicts_of(jobs: Sequence[tuple[Shape, CompressConfig | None]]) -> dict[tuple[Shape, CompressConfig | None], str]:
+    """What is wrong with each, found in processes: what they compile is in Triton's cache then."""
+    begun = time.monotonic()
+    verdicts = dict(in_processes(WORKERS, verdict_of, jobs))
+    for (shape, config), wrong in verdicts.items():
+        if wrong:
+            print(f"REFUSED: {shape.name}{f', {short(config)}' * bool(config)}: {wrong}")
+    print(f"{len(jobs)} compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
+    return verdicts
 
 
 def sets_for(shape: Shape) -> list[Buffers]:
@@ -313,8 +302,7 @@ def run_baseline(buffers: Buffers) -> None:
     baseline_kernel[(buffers.shape.tokens,)](p.rows, p.positions, p.slots, p.weight, buffers.out, EPS, DIM, num_warps=4)
 
 
-def measure(shape: Shape, ceiling: float) -> dict[str, Any]:
-    right = shape.two or is_right(shape, Buffers.run)
+def measure(shape: Shape, ceiling: float, right: bool) -> dict[str, Any]:
     sets = sets_for(shape)
     us, samples = replayed(repeated([b.run for b in sets]))
     result = against_copy(shape, us, samples, ceiling) | {"bytes_equal_oracle": right, "sets": len(sets)}
@@ -323,7 +311,7 @@ def measure(shape: Shape, ceiling: float) -> dict[str, Any]:
     return result
 
 
-def measure_small(shape: Shape, calls: int = 200) -> dict[str, Any]:
+def measure_small(shape: Shape, right: bool, calls: int = 200) -> dict[str, Any]:
     """A few tokens in a graph, beside an empty kernel before and after, so that both see the same clocks."""
     buffers = make(shape)
     nothing = functools.partial(empty_kernel[(1,)], torch.zeros(1, device=DEVICE), num_warps=1)
@@ -333,47 +321,40 @@ def measure_small(shape: Shape, calls: int = 200) -> dict[str, Any]:
     return {
         "name": f"{shape.name}, one graph of many", "us": us, "empty_kernel_us": (before + after) / 2,
         "wanted_us": shape.wanted_us, "met": shape.wanted_us is None or us <= shape.wanted_us,
+        "bytes_equal_oracle": right,
     }  # fmt: skip
 
 
 def short(config: CompressConfig) -> str:
-    """A configuration in few letters: tokens/registers, and what is not as usual."""
-    text = f"{config.block_tokens}/{config.most_registers}"
-    text += f"/{config.num_warps}w" * (config.num_warps > 1) + "/apart" * (not config.merged)
-    text += "/one by one" * (not config.together) + f"/{config.hint}" * bool(config.hint)
-    return text + f"/ahead {config.ahead}" * bool(config.ahead) + "/early" * config.early + "/eager" * config.eager
+    """A configuration in few letters: tokens/registers, and warps where there are several."""
+    return f"{config.block_tokens}/{config.most_registers}" + f"/{config.num_warps} warps" * (config.num_warps > 1)
 
 
-def sweep(ceiling: float, match: str, workers: int = 14) -> list[dict[str, Any]]:
+def sweep(ceiling: float, match: str) -> list[dict[str, Any]]:
     """Every configuration of some shapes: its median, if its bytes are right."""
     begun = time.monotonic()
-    jobs = [(shape, config) for shape, configs in SWEEP if match in shape.name for config in configs]
-    verdicts = dict(in_processes(workers, verdict_of, jobs))
-    print(f"sweep: {len(jobs)} compiled and checked in {time.monotonic() - begun:.0f} s", flush=True)
+    configs = {shape: configs_of(shape) for shape in SWEEP if match in shape.name}
+    verdicts = verdicts_of([(shape, config) for shape, found in configs.items() for config in found])
     nothing = functools.partial(empty_kernel[(1,)], torch.zeros(1, device=DEVICE), num_warps=1)
     results = []
-    for shape, configs in SWEEP:
-        if match not in shape.name:
-            continue
+    for shape, found in configs.items():
         small = shape in SMALL
         sets, calls = [make(shape)] if small else sets_for(shape), 200 if small else 8
         empty = replayed([nothing] * calls)[0] if small else 0.0
         tried = []
-        for config in configs:
-            if verdicts[shape, config]:
-                print(f"REFUSED: {shape.name} {short(config)}: {verdicts[shape, config]}")
-                continue
-            runs = repeated([functools.partial(b.run_as, config) for b in sets], calls)
-            tried.append((replayed(runs, samples=9)[0], config))
-        default, _ = replayed(repeated([b.run for b in sets], calls), samples=9)
+        for config in found:
+            if not verdicts[shape, config]:
+                runs = repeated([functools.partial(b.run_as, config) for b in sets], calls)
+                tried.append((replayed(runs, samples=9)[0], config))
         tried.sort(key=lambda pair: pair[0])
         listed = ", ".join(f"{short(config)} {us:.{2 if small else 1}f}" for us, config in tried)
         floor = shape.nbytes / ceiling * 1e6
         reference = f"empty kernel {empty:.2f}" if small else f"floor {floor:.1f}"
-        print(f"{shape.name}: {reference}, default {default:.2f}, {listed}", flush=True)
+        print(f"{shape.name}: {reference}, default {short(found[0])}; {listed}", flush=True)
         results.append(
             {
-                "name": shape.name, "floor_us": floor, "empty_kernel_us": empty, "default_us": default,
+                "name": shape.name, "floor_us": floor, "empty_kernel_us": empty,
+                "default": dataclasses.asdict(found[0]),
                 "configs": [dataclasses.asdict(config) | {"us": us} for us, config in tried],
             }
         )  # fmt: skip
@@ -400,25 +381,19 @@ def table(where: dict[str, Any], shapes: list[dict[str, Any]], small: list[dict[
             f"| {r['name']} | {r['us']:.1f} | {r['floor_us']:.1f} | {r['fraction_of_copy']:.3f} | {base} | {wanted} "
             f"| {met[r['met']]} | {'yes' if r['bytes_equal_oracle'] else 'NO'} |"
         )
-    lines += ["", "| 64 tokens | µs | empty kernel | wanted | met |", "|---|---|---|---|---|"]
+    lines += ["", "| 64 tokens | µs | empty kernel | wanted | met | bytes equal |", "|---|---|---|---|---|---|"]
     for r in small:
         lines.append(
-            f"| {r['name']} | {r['us']:.2f} | {r['empty_kernel_us']:.2f} | ≤ {r['wanted_us']} | {met[r['met']]} |"
+            f"| {r['name']} | {r['us']:.2f} | {r['empty_kernel_us']:.2f} | ≤ {r['wanted_us']} | {met[r['met']]} "
+            f"| {'yes' if r['bytes_equal_oracle'] else 'NO'} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def check() -> int:
     """Every shape and configuration against the torch backend."""
-    wrong = 0
-    for shape in (*SHAPES, *SMALL):
-        configs = [] if shape.save or shape.two or shape.latents else list(CONFIGS)
-        runs = [Buffers.run, *(functools.partial(Buffers.run_as, config=config) for config in configs)]
-        right = [is_right(shape, run) for run in runs] if not shape.two else [True]
-        print(f"{shape.name}: {sum(right)} of {len(right)} right", flush=True)
-        wrong += len(right) - sum(right)
-        torch.cuda.empty_cache()
-    return wrong
+    jobs = [(shape, config) for shape in (*SHAPES, *SMALL) for config in ((None,) if shape.two else configs_of(shape))]
+    return sum(map(bool, verdicts_of(jobs).values()))
 
 
 def once(name: str) -> None:
@@ -452,13 +427,19 @@ def main() -> int:
             json.dumps({"environment": where, "sweep": swept}, indent=1) + "\n"
         )
         return 0
-    shapes = []
-    for shape in SHAPES:
-        if arguments.match in shape.name:
-            shapes.append(measure(shape, ceiling))
+    wanted = [shape for shape in (*SMALL, *SHAPES) if arguments.match in shape.name]
+    jobs = {shape: (shape, None if shape.two else configs_of(shape)[0]) for shape in wanted}
+    verdicts = verdicts_of([*jobs.values()])
+    shapes, small = [], []
+    for shape in wanted:
+        right = not verdicts[jobs[shape]]
+        if shape in SMALL:
+            small.append(measure_small(shape, right))
+            print(f"{shape.name:70} {small[-1]['us']:9.2f} us", flush=True)
+        else:
+            shapes.append(measure(shape, ceiling, right))
             print(f"{shape.name:70} {shapes[-1]['us']:9.1f} us  {shapes[-1]['fraction_of_copy']:.3f}", flush=True)
             torch.cuda.empty_cache()
-    small = [measure_small(shape) for shape in SMALL if arguments.match in shape.name]
     found = {"environment": where, "shapes": shapes, "small": small, "sweep": swept}
     (arguments.out / "compress.json").write_text(json.dumps(found, indent=1) + "\n")
     text = table(where, shapes, small)

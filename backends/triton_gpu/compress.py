@@ -1,17 +1,19 @@
 """Pool the tokens of groups, normalise, quantize, save ring rows: one kernel for compress_norm and compress_store.
 
     grid      one program for TOKENS consecutive tokens, which it takes one after another
-    reads     of every token: position, slot, request, that request's bounds, near a chunk's ends its first token:
-              of all tokens of a program at once
+    reads     of every token: position, slot, request, that request's bounds, near a chunk's ends its first token
               of a token that closes a group: its row and its predecessor's   [1, lines, pairs] x 4, 8 KiB at ratio 2
     writes    of a token that closes a group: a bf16 row, or a record of the cache, or both
               of a chunk's last tokens: 4 KiB to the request's ring
 
 A tile is one whole row, as pairs of neighbours, with a line for each group of the format: a thread loads 16 bytes at a
-time, RoPE's pairs need no shuffle, and all of a record is encoded from that tile. (Where a format's groups are of no
-power of two each region pools its part of the rows again, in a tile of its own: each element's arithmetic is fixed, so
-its bits are the same.) A token waits for memory three times: for what says what is to be done, for rows (with the
-weights and cosines, asked for before them), and, at the ends of chunks only, for who came first in the chunk.
+time, RoPE's pairs need no shuffle, and all of a record is encoded from that tile. (Where the pairs of a format's group
+are no power of two, each region pools its part of the rows again, in a tile of its own: each element's arithmetic is
+fixed, so its bits are the same.)
+
+Loads that wait for one another are what takes long: position, slot and request, then that request's bounds, near a
+chunk's ends its first token, then the rows. All but the last are of all tokens of a program at once; weights and
+cosines are asked for before the rows, and so come with them.
 
 Who writes a ring. A request reads at most one ring row, the predecessor of its first token, and the program of that
 token reads it. Each token's own program saves the token's row, unless it would go where that predecessor is: such a row

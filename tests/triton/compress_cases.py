@@ -21,6 +21,7 @@ from tests.support import CUSTOM
 
 MOST_SPILLED = 16  # bytes, by newer compilers at the limit of 64 registers; on an H200 that limit saves much time
 MANY_TOKENS, H200_COMPUTE_UNITS = 1 << 18, 132
+FEW = CompressConfig(1, 64, 4)  # of few tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,7 @@ def cases(everything: bool) -> Iterator[CompressCase]:
     yield CompressCase(formats["dsv4"], latents=True, index=torch.int32)
     yield CompressCase(formats["bf16"], ratio=1, rope=False)
     yield CompressCase(save=True)
+    yield CompressCase(formats["mxfp8"], config=FEW)
     if everything:
         for format in (*formats.values(), *(custom for custom in CUSTOM if custom.accepts_dim(COMPRESS_DIM))):
             for ratio, latents in ((1, True), (2, False)):

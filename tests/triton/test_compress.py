@@ -10,13 +10,15 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 import mxkv  # noqa: E402
-from mxkv import compression_checks, devices, numerics  # noqa: E402
+from mxkv import Element, Format, Placement, Scale, compression_checks, devices, numerics  # noqa: E402
 from mxkv.backends.torch_eager import compression as oracle  # noqa: E402
 from mxkv.backends.triton_gpu import codec, compress, compression  # noqa: E402
-from mxkv.backends.triton_gpu.config import CompressConfig  # noqa: E402
+from mxkv.backends.triton_gpu.config import CompressConfig, compress_configurations, compress_default  # noqa: E402
 from mxkv.contracts import Packed  # noqa: E402
-from tests.compression_cases import DIM, packed  # noqa: E402
+from mxkv.paging import contiguous_layout  # noqa: E402
+from tests.compression_cases import DIM, RING_DIM, packed  # noqa: E402
 from tests.support import cos_sin_table  # noqa: E402
+from tests.triton.compress_cases import FEW, H200_COMPUTE_UNITS, MANY_TOKENS  # noqa: E402
 from tests.triton.test_codec import DEVICE, INTERPRETED, runs  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -69,13 +71,35 @@ def test_the_softmax_of_two() -> None:
     assert torch.equal(have.nan_to_num(9.0).view(torch.int32), want.nan_to_num(9.0).view(torch.int32))
 
 
+@pytest.mark.parametrize("format", [None, "mxfp8"])
+def test_the_defaults_are_among_what_is_tried(format: str | None) -> None:
+    """Few tokens have four warps each, many have one; AMD's have one whatever their number."""
+    rings = torch.empty(2, 3, RING_DIM, device="meta")
+    if format is None:
+        spec = mxkv.spec("compress_norm", device="cpu", compress_ratio=2, state_cache=rings)
+    else:
+        layout = contiguous_layout(mxkv.FORMATS[format], DIM, 16, 4)
+        spec = mxkv.spec(
+            "compress_store", device="cpu", compress_ratio=2, state_cache=rings, format=format, layout=layout
+        )
+    many = CompressConfig(2 if format is None else 8, 64)
+    for tokens, config in ((1, FEW), (512, FEW), (1024, CompressConfig(1, 64)), (MANY_TOKENS, many)):
+        assert compress_default(spec, devices.TARGETS["hopper"], tokens, H200_COMPUTE_UNITS) == config
+        assert config in compress_configurations(spec)
+        assert compress_default(spec, devices.TARGETS["gfx950"], tokens, H200_COMPUTE_UNITS) == CompressConfig(1)
+
+
 CHUNKS = ((0, 7), (4, 1), (3, 1), (1, 6), (2, 2), (5, 1), (9, 4), (7, 0), (6, 1), (11, 5), (13, 3))
 CONFIGS = (CompressConfig(2, 64), CompressConfig(16), CompressConfig(1, 64, 4), CompressConfig(4, 64, 2))
 
 
+TWENTY_FOUR = Format("groups-of-24", Element.E2M1, Scale.E8M0, 24, Placement.PAGE, tail=32).spec
+
+
 @runs
-@pytest.mark.parametrize("capacity", [1, 3])
-@pytest.mark.parametrize("format", [None, "mxfp8", "dsv4"])
+@pytest.mark.parametrize(
+    ("format", "capacity"), [(None, 1), ("mxfp8", 3), ("dsv4", 1), pytest.param(TWENTY_FOUR, 1, id="groups-of-24-1")]
+)
 def test_tokens_of_a_program(format: str | None, capacity: int) -> None:
     """However many a program takes, and wherever chunks begin and end in it: what is written is the same."""
     call = packed(list(CHUNKS), capacity)
