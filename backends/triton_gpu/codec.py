@@ -275,19 +275,20 @@ def _encode_e2m1_assembly(pairs, divide):
             lines.append(f"{least} t{i}, t{i}, most;")
     keep = "$13" if divide else "$17"
     lines += [
-        "prmt.b32 u0, t0, t1, 0x6240;",  # low bytes: even codes of words 0 and 1, odd codes of words 0 and 1
-        "prmt.b32 u1, t2, t3, 0x6240;",
-        "prmt.b32 t0, $1, $2, 0x7351;",  # high bytes, in the same order: the signs
-        "prmt.b32 t1, $3, $4, 0x7351;",
+        # A thread may have fewer than four words. What is in the others' place must not reach them: it stands above.
+        "prmt.b32 u0, t0, t1, 0x6420;",  # low bytes: the codes, even and odd, of word 0, then of word 1
+        "prmt.b32 u1, t2, t3, 0x6420;",
+        "prmt.b32 t0, $1, $2, 0x7531;",  # high bytes, in the same order: the signs
+        "prmt.b32 t1, $3, $4, 0x7531;",
         "shl.b32 u0, u0, 4;",
         "shl.b32 u1, u1, 4;",
         "and.b32 t0, t0, 0x80808080;",
         "and.b32 t1, t1, 0x80808080;",
         "or.b32 u0, u0, t0;",
         "or.b32 u1, u1, t1;",
-        "mul.hi.u32 u0, u0, 0x10010000;",  # the even ones four bits down, the odd ones beside them: in the low half
-        "mul.hi.u32 u1, u1, 0x10010000;",
-        "prmt.b32 t0, u0, u1, 0x5410;",
+        "mul.hi.u32 u0, u0, 0x11000000;",  # down by four bits and by eight: words' codes in bytes 0 and 2
+        "mul.hi.u32 u1, u1, 0x11000000;",
+        "prmt.b32 t0, u0, u1, 0x6420;",
         f"and.b32 $0, t0, {keep};",
     ]
     return "{ " + " ".join(lines) + " }"

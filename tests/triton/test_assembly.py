@@ -74,6 +74,25 @@ def test_e2m1_under_an_e4m3_scale(pairs: str) -> None:
         assert torch.equal(bytes_of(got), want), byte
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("divide", [False, True])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_e2m1_of_fewer_than_four_words(pairs: str, divide: bool, count: int) -> None:
+    """A thread that has fewer (of a narrow row) leaves anything in the others' place."""
+    groups = every_bf16(6.0)
+    words = words_of(groups)
+    parts = [upper(x) for x in ((1.0, 0.0) if divide else (0.5, 0.25, 0.125))]
+    operands = [words, *([twice(part, words[0])] * 4 for part in parts), [torch.full_like(words[0], ptx.WORD)] * 4]
+    g = torch.Generator().manual_seed(1)
+    anything = [torch.randint(0, 1 << 32, words[0].shape, generator=g) for _ in range(4 * len(operands))]
+    given = [
+        operand if i < count else anything.pop() for four in operands for i, operand in enumerate(four)
+    ]  # each operand comes for word after word
+    (got,) = ptx.run(codec._encode_e2m1_assembly.fn(pairs, divide), 1, *given)
+    want = numerics.pack_nibbles(numerics.encode_e2m1(ptx.float_of(groups << 16)))
+    assert torch.equal(bytes_of(got)[:, :count], want[:, :count])
+
+
 @pytest.mark.parametrize("byte", [0, 105, 127, 246])
 @pytest.mark.parametrize("pairs", PAIRS)
 def test_e4m3_under_a_power_of_two(pairs: str, byte: int) -> None:
