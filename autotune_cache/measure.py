@@ -167,12 +167,16 @@ def race(
     return timings(list(samples)), finished
 
 
-def winner(medians: Sequence[float | None]) -> int | None:
-    """The index of the best of candidates in declared order (None: not timed, or rejected)."""
+def winner(medians: Sequence[float | None], default: int | None = None) -> int | None:
+    """The index of the best of candidates in declared order (None: not timed, or rejected).
+
+    Of those that are hardly apart it is the one that is taken without tuning, else the first.
+    """
     timed = [median for median in medians if median is not None]
     if not timed:
         return None
-    return next(i for i, median in enumerate(medians) if median is not None and median <= TIE * min(timed))
+    tied = [i for i, median in enumerate(medians) if median is not None and median <= TIE * min(timed)]
+    return default if default in tied else tied[0]
 
 
 class Timer:

@@ -410,7 +410,9 @@ class _Job:
         """The entry of what is known; None where no candidate can be taken."""
         space = [config_to_json(config) for config in self.tunable.space]
         found = [self.known.get(canonical(config)) for config in space]
-        best = measure.winner([None if c is None or c.rejected is not None else c.median_us for c in found])
+        default = config_to_json(self.tunable.default(*self.work.buckets))
+        medians = [None if c is None or c.rejected is not None else c.median_us for c in found]
+        best = measure.winner(medians, space.index(default) if default in space else None)
         if best is None:
             return None
         spec = json.dumps(spec_to_json(self.work.spec))
@@ -422,7 +424,7 @@ class _Job:
         }
         return Entry(
             self.key, soft_of(self.tunable), space[best], tuple(c for c in found if c is not None),
-            config_to_json(self.tunable.default(*self.work.buckets)), {**provenance, **extra},
+            default, {**provenance, **extra},
         )  # fmt: skip
 
 

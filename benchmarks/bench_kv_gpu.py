@@ -97,12 +97,11 @@ def store_calls(format: str, tokens: int, ordered: bool) -> list[StoreCall]:
 
 
 def store_configs() -> list[kv.KVConfig]:
-    """Configurations to compare: tiles, what a thread takes together, and how often a program goes on."""
-    tiles = ((8, 1, 16), (8, 1, 0), (8, 1, 8), (16, 2, 16), (16, 1, 16), (16, 1, 8))  # rows, warps, a thread's span
+    """Configurations to compare: rows and warps of a program, and how often it goes on."""
     return [
-        kv.KVConfig(rows, warps, 4, steps, span)
-        for rows, warps, span in tiles
-        for steps in ((1, 2, 4, 8, 16) if (rows, span) == (8, 16) else (1, 8))
+        kv.KVConfig(rows, warps, 4, steps)
+        for rows, warps in ((8, 1), (16, 1), (16, 2), (32, 4))
+        for steps in (1, 2, 4, 8)
     ]
 
 

@@ -154,6 +154,9 @@ def test_a_tie_goes_to_the_one_declared_first() -> None:
     assert measure.winner([10.3, 10.0]) == 1
     assert measure.winner([None, 10.3, 10.19, 10.0]) == 2
     assert measure.winner([None]) is None
+    assert measure.winner([10.1, 10.0, 10.15], default=2) == 2  # what is taken without tuning, where it is as good
+    assert measure.winner([10.1, 10.0, 10.3], default=2) == 0
+    assert measure.winner([10.1, 10.0, None], default=2) == 0
 
 
 def test_percentiles() -> None:

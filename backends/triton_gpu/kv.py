@@ -40,6 +40,9 @@ _WIDEST_BLOCK = 256
 _LANES_FIRST = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 _MOST_TOKENS = (1 << 31) - (1 << 16)
 _REDUCED_SPLITS = 16  # at a time
+# Elements that one of a row's threads takes together in a store. The order of a norm's sum goes by it, and so do last
+# bits of what is stored: it is the same for all configurations.
+_STORED_SPAN = 16
 _E4M3_IN_SOFTWARE = 2.0**-8  # what E4M3 keys come times
 
 
@@ -54,14 +57,12 @@ class KVConfig:
             and need fewer registers; one keeps a rotation to itself.
         steps: How many times a program that stores both keys and values goes on, where there are enough rows for all
             compute units.
-        row_span: Elements that each of a row's threads takes together, a power of two of at least 8; 0 for all.
     """
 
     block_rows: int
     num_warps: int
     row_threads: int = 1
     steps: int = 1
-    row_span: int = 0
 
 
 def supports(spec: KVSpec) -> Verdict:
@@ -83,9 +84,10 @@ def rows_default(spec: StoreKVSpec | LoadKVSpec, target: devices.Target, paths: 
         return KVConfig(16, 4)
     if paths.interpreted:
         return KVConfig(128, 1)
-    if isinstance(spec, StoreKVSpec) and (takes_products(spec, paths) or not spec.format.normed):
-        span = 0 if 3 in (spec.format.key.bits, spec.format.value_bits) else 16  # else codes are written in byte pairs
-        return KVConfig(target.warp_size // PRODUCT_PARTS, 1, PRODUCT_PARTS, 8, span)
+    if isinstance(spec, StoreKVSpec) and not spec.format.normed:
+        return KVConfig(2 * target.warp_size // PRODUCT_PARTS, 2, PRODUCT_PARTS)
+    if takes_products(spec, paths):
+        return KVConfig(target.warp_size // PRODUCT_PARTS, 1, PRODUCT_PARTS, 4)
     if not spec.format.normed:
         return KVConfig(target.warp_size // 2, 1, 8)
     threads = max(2 if target.vendor == "amd" else 1, hadamard_block(spec.head_dim) // 128)
@@ -124,7 +126,7 @@ class RowsLaunch:
         self.paths = paths or paths_of(self.target)
         self.config = rows_default(spec, self.target, self.paths)
         self.compute_units = devices.describe(spec.device).compute_units
-        self.tasks: dict[tuple[int, int, int], KVTask] = {}
+        self.tasks: dict[tuple[int, int], KVTask] = {}
         self.guard = DeviceGuard(spec.device)
 
     def __call__(self, *tensors: Any, config: KVConfig | None = None) -> None:
@@ -156,14 +158,14 @@ class RowsLaunch:
 
     def task(self, address: int, config: KVConfig) -> KVTask:
         """The kernels' constants for a cache at an address."""
-        key = math.gcd(_WIDEST_ACCESS, address), config.row_threads, config.row_span
+        key = math.gcd(_WIDEST_ACCESS, address), config.row_threads
         found = self.tasks.get(key)
         if found is None:
             found = self.tasks[key] = kv_task(self.spec, self.paths, *key)
         return found
 
 
-def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1, row_span: int = 0) -> KVTask:
+def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> KVTask:
     """A kernel's constants.
 
     Args:
@@ -171,9 +173,8 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1, row_
         paths: The target's instructions (:func:`paths_of`).
         address: Of the cache, or its last four bits.
         row_threads: Threads that a row is to have.
-        row_span: Elements that each of them is to take together; 0 for all.
     """
-    layout, dim = spec.layout, spec.head_dim
+    layout, dim, stores = spec.layout, spec.head_dim, isinstance(spec, StoreKVSpec)
     table: tuple[float, ...] = ()
     if spec.format.normed and not spec.tabled:
         table = lloyd_max.centroids(dim, spec.format.key.bits)
@@ -199,7 +200,7 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1, row_
         narrow=layout.num_slots < 1 << 31,
         paths=paths,
         row_threads=row_threads,
-        row_span=row_span,
+        row_span=_STORED_SPAN if takes_products(spec, paths) or (stores and not spec.format.normed) else 0,
         products=takes_products(spec, paths),
         # A butterfly between threads is better off where they stand apart.
         parts_first=_LANES_FIRST and (takes_products(spec, paths) or not spec.format.normed),

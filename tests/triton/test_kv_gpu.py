@@ -42,7 +42,10 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_many_tokens_have_the_oracles_bytes(name: str) -> None:
-    """All values and FP8 keys; of other keys, all but a few codes that fall on a midpoint, and norms' last bits."""
+    """All values and FP8 keys; of other keys, all but a few codes that fall on a midpoint, and norms' last bits.
+
+    A norm is corrected by its row's codes: where one differs, so does it.
+    """
     format = mxkv.KV_FORMATS[name]
     caches = [full_cache(name, 256, backend) for backend in ("torch", "triton")]
     got, want = (cache.view(torch.uint8).flatten(1).long() for cache in caches)
@@ -52,13 +55,16 @@ def test_many_tokens_have_the_oracles_bytes(name: str) -> None:
         [x[..., part] for x in codes] for part in (slice(0, format.key_bytes(DIM)), slice(format.key_bytes(DIM), None))
     )
     assert torch.equal(*values)
-    assert int((keys[0] != keys[1]).sum()) <= (keys[0].numel() // 10**5 if format.normed else 0)
+    differ = keys[0] != keys[1]
+    assert int(differ.sum()) <= (keys[0].numel() // 10**5 if format.normed else 0)
     numbers = [
         cache.flatten(1)[:, data:].contiguous().view(torch.int16).view(256, HEADS, -1, BLOCK_SIZE) for cache in caches
     ]
     assert torch.equal(*(n[:, :, -2:] for n in numbers))
     apart = (numbers[0].long() - numbers[1].long()).abs()
-    assert int(apart.max()) <= 1
+    same = ~differ.any(-1).view(256, BLOCK_SIZE, HEADS).permute(0, 2, 1)
+    assert int((apart.amax(2) * same).max()) <= 1
+    assert int((apart[:, :, 0] > 0).sum()) <= apart[:, :, 0].numel() // 10**3
     loaded = [
         mxkv.load_kv(caches[0], torch.arange(99, device="cuda"), format=name, head_dim=DIM, backend=b)
         for b in ("torch", "triton")
@@ -72,7 +78,7 @@ def test_no_configuration_changes_bytes(name: str) -> None:
     key, value = rows(20_000)
     slots = torch.arange(len(key), device="cuda").flip(0)
     caches = []
-    for config in (None, kv.KVConfig(8, 1, 4, 1, 0), kv.KVConfig(16, 2, 4, 3, 16), kv.KVConfig(16, 1, 4, 8, 8)):
+    for config in (None, kv.KVConfig(8, 1, 4, 1), kv.KVConfig(16, 2, 4, 3), kv.KVConfig(16, 1, 4, 8)):
         cache = mxkv.empty_kv_cache(name, 625, BLOCK_SIZE, HEADS, DIM, "cuda")
         spec = kv_checks.store_kv_spec(cache, key, value, slots, name, None, None, "propagate")
         kv.prepare(spec)(cache, key, value, slots, None, None, config=config)
