@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 
 import mxkv
 from mxkv import contracts, dispatch, numerics, settings
-from mxkv.backends.torch_eager import attention, compression, latents
+from mxkv.backends.torch_eager import attention, compression, kv, latents
 from mxkv.backends.torch_eager.backend import BACKEND as TORCH
-from mxkv.cli import calls, demo, info, make_app, output, vectors, verify
+from mxkv.cli import calls, demo, info, kv_calls, make_app, output, vectors, verify
 
 CPU = torch.device("cpu")
 MXFP4 = mxkv.FORMATS["mxfp4"]
@@ -74,6 +74,18 @@ class Deviant:
         compression.save_ring_rows(spec, rows, slots, ring)
         self.after("save_ring_rows", ring)
 
+    def store_kv(self, spec: contracts.StoreKVSpec, kv_cache: torch.Tensor, *rest: Any) -> None:
+        kv.store_kv(spec, kv_cache, *rest)
+        self.after("store_kv", kv_cache)
+
+    def load_kv(self, spec: contracts.LoadKVSpec, kv_cache: Any, slots: Any, key: torch.Tensor, *rest: Any) -> None:
+        kv.load_kv(spec, kv_cache, slots, key, *rest)
+        self.after("load_kv", key)
+
+    def attend_kv(self, spec: contracts.AttendKVSpec, q: Any, kv_cache: Any, out: torch.Tensor, *rest: Any) -> None:
+        kv.attend_kv(spec, q, kv_cache, out, *rest)
+        self.after("attend_kv", out)
+
 
 @contextlib.contextmanager
 def registered(operations: Any, **fields: Any) -> Iterator[None]:
@@ -115,10 +127,11 @@ def test_info_json_says_who_runs_what(run: Callable[..., Result]) -> None:
     assert {backend["name"] for backend in found["backends"]} == {backend.name for backend in dispatch.backends()}
     on_cpu = {(row["format"], row["operation"]): row for row in found["support"] if row["device"] == "cpu"}
     of_each = {(name, op) for name in mxkv.FORMATS for op in ("store", "load", "attend", "compress_store")}
-    assert set(on_cpu) == of_each | {("bf16", "compress_norm"), ("bf16", "save_ring_rows")}
+    of_pages = {(name, op) for name in mxkv.KV_FORMATS for op in kv_calls.OPERATIONS}
+    assert set(on_cpu) == of_each | {("bf16", "compress_norm"), ("bf16", "save_ring_rows")} | of_pages
     for (name, operation), row in on_cpu.items():
-        dim = mxkv.FORMATS[name].only_dim or 512
-        assert row["chosen"] == mxkv.explain(operation, format=name, latent_dim=dim).chosen
+        width = {} if name in mxkv.KV_FORMATS else {"latent_dim": mxkv.FORMATS[name].only_dim or 512}
+        assert row["chosen"] == mxkv.explain(operation, format=name, **width).chosen
         assert row["verdicts"]["torch"]["ok"]
 
 
@@ -199,6 +212,45 @@ def test_verify_compares_every_kind_of_call() -> None:
         others = {"attend": 3 * len(vectors.dims_of(mxkv.FORMATS[outcome.format])), "compress_store": 3}
         others |= {"compress_norm": 3, "save_ring_rows": 2} if outcome.format == "bf16" else {}
         assert outcome.right == {"store": len(cases), "load": 3 * len(cases)} | others
+
+
+@pytest.mark.parametrize("name", mxkv.KV_FORMATS)
+def test_verify_compares_keys_and_values(name: str) -> None:
+    with registered(Deviant()):
+        outcome = verify.compare_format("deviant", CPU, mxkv.KV_FORMATS[name])
+    assert (outcome.failures, outcome.right) == ([], {"store_kv": 4, "load_kv": 4, "attend_kv": 3})
+
+
+@pytest.mark.parametrize("operation", kv_calls.OPERATIONS)
+def test_verify_notices_what_is_wrong_with_keys_and_values(operation: str) -> None:
+    def spoil(name: str, written: torch.Tensor) -> None:
+        if name == operation:
+            written.view(torch.uint8).flatten()[1::2] ^= 0x40
+
+    for format in (mxkv.KV_FORMATS["turboquant-k8v4"], mxkv.KV_FORMATS["turboquant-3bit-nc"]):
+        with registered(Deviant(after=spoil)):
+            outcome = verify.compare_format("deviant", CPU, format)
+        assert [name for name, count in outcome.right.items() if not count] == [operation]
+        assert all(line.startswith(operation) for line in outcome.failures)
+
+
+def test_verify_of_rotated_keys_lets_one_row_differ() -> None:
+    """Sums round differently: a norm's last bit. Two rows, or a value, are wrong."""
+
+    def verdict(change: Callable[[torch.Tensor], None]) -> str:
+        def spoil(name: str, written: torch.Tensor) -> None:
+            if name == "store_kv":
+                change(written)
+
+        with registered(Deviant(after=spoil)):
+            return verify.compare_format("deviant", CPU, mxkv.KV_FORMATS["turboquant-4bit-nc"]).word
+
+    def keys(cache: torch.Tensor) -> torch.Tensor:
+        return cache.flatten(1)[0]  # the first row's key comes first
+
+    assert verdict(lambda cache: keys(cache)[:1].add_(1)) == "ok"
+    assert verdict(lambda cache: cache.flatten(1)[:2, :1].add_(1)) == "MISMATCH"
+    assert verdict(lambda cache: keys(cache)[cache.shape[-1] // 2 - 2 :][:1].add_(1)) == "MISMATCH"
 
 
 def flip_a_bit(spec: contracts.StoreSpec, cache: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from mxkv.cli import output
 _OPERATIONS = ("store", "load", "attend", "compress_store")
 _OF_ROWS = ("compress_norm", "save_ring_rows")  # they know no formats: listed under that of their specs
 _ROWS = "bf16"
+_OF_PAGES = ("store_kv", "load_kv", "attend_kv")
 
 
 def info(json: output.JsonOption = False) -> None:
@@ -58,6 +59,12 @@ def collect() -> dict[str, Any]:
             for device in here
             for format in mxkv.FORMATS.values()
             for operation in (*_OPERATIONS, *(_OF_ROWS if format.name == _ROWS else ()))
+        ]
+        + [
+            _support(device, kv_format, operation)
+            for device in here
+            for kv_format in mxkv.KV_FORMATS.values()
+            for operation in _OF_PAGES
         ],
     }
 
@@ -104,8 +111,9 @@ def _verdict(verdict: mxkv.Verdict) -> dict[str, Any]:
     return {"ok": verdict.ok, "reasons": list(verdict.reasons), "hint": verdict.hint}
 
 
-def _support(device: torch.device, format: mxkv.Format, operation: str) -> dict[str, Any]:
-    found = mxkv.explain(operation, device=device, format=format, latent_dim=format.only_dim or 512)
+def _support(device: torch.device, format: mxkv.Format | mxkv.KVFormat, operation: str) -> dict[str, Any]:
+    width: dict[str, Any] = {} if isinstance(format, mxkv.KVFormat) else {"latent_dim": format.only_dim or 512}
+    found = mxkv.explain(operation, device=device, format=format, **width)
     return {
         "device": str(device),
         "format": format.name,
@@ -123,14 +131,14 @@ def _print(found: dict[str, Any]) -> None:
     for device in found["devices"]:
         rows = [row for row in found["support"] if row["device"] == device["device"]]
         chosen = {(row["format"], row["operation"]): row["chosen"] or "no backend" for row in rows}
-        operations = (*_OPERATIONS, *_OF_ROWS)
-        screen.print(
-            output.table(
-                f"Who runs what on {device['device']}",
-                ["format", *operations],
-                ([name, *(chosen.get((name, operation), "") for operation in operations)] for name in mxkv.FORMATS),
+        for formats, operations in ((mxkv.FORMATS, (*_OPERATIONS, *_OF_ROWS)), (mxkv.KV_FORMATS, _OF_PAGES)):
+            screen.print(
+                output.table(
+                    f"Who runs what on {device['device']}",
+                    ["format", *operations],
+                    ([name, *(chosen.get((name, operation), "") for operation in operations)] for name in formats),
+                )
             )
-        )
         for line in _refusals(rows):
             screen.print(line, markup=False)
     kernels = found["numba_kernels"]["kernels"]

@@ -58,6 +58,13 @@ def checked_formats(name: str | None) -> list[mxkv.Format]:
         raise typer.BadParameter(str(error), param_hint="--format") from None
 
 
+def checked_all_formats(name: str | None) -> list[mxkv.Format | mxkv.KVFormat]:
+    """The same, of rows' formats and of those of keys and values."""
+    if name is not None and name in mxkv.KV_FORMATS:
+        return [mxkv.KV_FORMATS[name]]
+    return [*checked_formats(name), *(mxkv.KV_FORMATS.values() if name is None else ())]
+
+
 def checked_operations(names: list[str] | None, known: Collection[str]) -> list[str] | None:
     """An ``--op`` option's values; typer reports an unknown one."""
     unknown = [name for name in names or () if name not in known]
