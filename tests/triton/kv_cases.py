@@ -18,6 +18,9 @@ from mxkv.devices import Target
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_SIZE = 64
 MOST_SPILLED = 64  # bytes
+MOST_SPILLED_IN_TWELVE = (
+    100  # bytes, where 12 programs of 168 registers are to fit: Triton 3.9. With 3.6, measured, none.
+)
 MOST_SHARED_LOADS = (24, 90)
 MOST_SHARED_LOADS_OF_SIGNS = 2
 K3V3 = KVFormat("k3v3", KeyCode.MSE3, 3)
@@ -105,7 +108,8 @@ class KVCase:
     def problems(self, code: Any, target: Target) -> list[str]:
         """What is wrong with the machine code."""
         found = []
-        if self.main and code.spills > MOST_SPILLED:
+        twelve = self.operation == "attend_kv" and target.vendor == "nvidia" and code.registers == 168
+        if self.main and code.spills > (MOST_SPILLED_IN_TWELVE if twelve else MOST_SPILLED):
             found.append(f"spills {code.spills} bytes or registers")
         words = self.operation == "attend_kv" and 3 in (self.format.key.bits, self.format.value_bits)
         if self.main and code.widest_load < (8 if words else 16):
