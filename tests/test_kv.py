@@ -250,6 +250,23 @@ def test_case_12_other_widths_are_refused_by_name(d: int) -> None:
         mxkv.empty_kv_cache("turboquant-4bit-nc", 1, 1, 1, d)
 
 
+def test_heads_far_apart(ops: Ops) -> None:
+    """A stride between heads of which a multiple does not fit 32 bits. What lies between is never touched."""
+    heads, d, tokens, stride = 5, 32, 3, 1 << 29
+    if ops.device.type == "cuda" and torch.cuda.mem_get_info(ops.device)[0] < 8 * stride:
+        pytest.skip("not enough memory")
+    keys = torch.empty(stride * (heads - 1) + tokens * d, dtype=torch.bfloat16, device=ops.device)
+    key = keys.as_strided((tokens, heads, d), (d, stride, 1))
+    g = torch.Generator().manual_seed(0)
+    key.copy_(torch.randn(tokens, heads, d, generator=g))
+    value = torch.randn(tokens, heads, d, generator=g).bfloat16().to(ops.device)
+    caches = []
+    for backend in ("torch", ops.backend):
+        caches.append(mxkv.empty_kv_cache("turboquant-k8v4", 1, 16, heads, d, ops.device))
+        mxkv.store_kv(caches[-1], key, value, ops.slots(*range(tokens)), format="turboquant-k8v4", backend=backend)
+    assert torch.equal(*caches)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=named)
 def test_case_13_fp8_keys_to_448(ops: Ops, dtype: torch.dtype) -> None:
     """Every E4M3 value comes back; what is larger saturates, and ties go to even: on every target the same bytes."""

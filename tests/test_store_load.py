@@ -357,6 +357,22 @@ def test_a_tail_at_an_odd_byte(ops: Ops, placement: Placement, count: int) -> No
     assert torch.equal(ops.load(cache, slots, format=format, latent_dim=4, dtype=torch.float32).cpu(), rows)
 
 
+@pytest.mark.parametrize("floor", [0.0, 2.0**-110])
+@pytest.mark.parametrize("element", [Element.E4M3, Element.E2M1])
+def test_rope_of_groups_near_the_least_magnitudes(ops: Ops, element: Element, floor: float) -> None:
+    """Where ties of the codes are among the subnormal bf16."""
+    format = Format("tiny", element, Scale.E8M0, 32, Placement.INLINE, amax_floor=floor)
+    n, d, g = ops.few(64, 24), 128, torch.Generator().manual_seed(1)
+    rows = (torch.randn(n, d, generator=g) * 2.0 ** torch.randint(-133, -105, (n, 1), generator=g)).bfloat16()
+    arguments = {"format": format, "positions": torch.arange(n) % 8, "cos_sin": cos_sin_table(8)}
+    want = mxkv.empty_cache(format, 4, 16, d)
+    mxkv.store(want, rows, torch.arange(n), backend="torch", **arguments)
+    cache = ops.empty(format, 4, 16, d)
+    moved = {name: ops.to(value) if torch.is_tensor(value) else value for name, value in arguments.items()}
+    ops.store(cache, rows.to(ops.device), ops.slots(*range(n)), **moved)
+    assert torch.equal(cache.cpu(), want)
+
+
 @pytest.mark.parametrize("tail", [48, 62])
 def test_rope_where_groups_and_tail_share_what_is_rotated(ops: Ops, tail: int) -> None:
     """Three regions of a row, the last two of sizes that no power of two divides evenly."""

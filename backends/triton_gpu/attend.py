@@ -212,7 +212,7 @@ def _load_queries(q, query, head, INDEX: tl.constexpr, TASK: tl.constexpr):
     CHUNK: tl.constexpr = TASK.chunks[INDEX]
     at = tl.arange(0, CHUNK.width)
     mask = (head < TASK.heads)[:, None] & (at < CHUNK.size)[None, :]
-    pointer = q.ptr + query * q.query_stride + head[:, None] * q.head_stride + CHUNK.first + at[None, :]
+    pointer = q.ptr + query * q.query_stride + head[:, None].to(tl.int64) * q.head_stride + CHUNK.first + at[None, :]
     x = tl.load(pointer, mask=mask, other=0.0)
     if TASK.dtype == "bf16":
         return (x,)
@@ -383,7 +383,7 @@ def _write(result, row, head, sums, INDEX: tl.constexpr, TASK: tl.constexpr):
     DTYPE: tl.constexpr = result.ptr.dtype.element_ty
     at = tl.arange(0, CHUNK.width)
     mask = (head < TASK.heads)[:, None] & (at < CHUNK.size)[None, :] & (CHUNK.first + at < TASK.value_dim)[None, :]
-    pointer = result.ptr + row + head[:, None] * result.head_stride + CHUNK.first + at[None, :]
+    pointer = result.ptr + row + head[:, None].to(tl.int64) * result.head_stride + CHUNK.first + at[None, :]
     tl.store(pointer, codec.round_to(sums, DTYPE, PATHS), mask=mask)
 
 
@@ -480,7 +480,7 @@ def reduce_kernel(
         mask = (split < splits)[:, None] & (at < TASK.value_dim)[None, :]
         sums = tl.load(partial + split[:, None] * TASK.value_dim + at[None, :], mask=mask, other=0.0)
         summed += tl.sum(sums * weights[:, None], 0)
-    pointer = out.ptr + query * out.query_stride + head * out.head_stride + at
+    pointer = out.ptr + query * out.query_stride + head.to(tl.int64) * out.head_stride + at
     tl.store(pointer, codec.round_to(summed * factor, DTYPE, PATHS), mask=at < TASK.value_dim)
     if lse is not None:
         tl.store(lse + program, (shift + tl.log2(total)) * LN2)

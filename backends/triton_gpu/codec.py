@@ -447,7 +447,8 @@ def odd_pair(x, y, PATHS: tl.constexpr):
     A group encoded from such numbers has the bytes that it has from the fp32. All that is asked of a number is on which
     side of some bounds it is, or whether it is one: ties of E2M1 and E4M3 times a scale, ties of E4M3 times 6, the
     largest that is finite. They have at most 7 significant bits, so they are even bf16, and none is between a number
-    and the odd bf16 beside it. Tested around all bounds. NaN stays NaN.
+    and the odd bf16 beside it: unless it is among the subnormal bf16, where ties of E4M3 may be under the scales of
+    groups of less than 2**-115. Tested around all bounds. NaN stays NaN.
     """
     if PATHS.pairs == "full":
         return tl.inline_asm_elementwise(

@@ -325,8 +325,9 @@ def _angles(pair, position, stored, target, TASK: tl.constexpr):
     angle = pair - (DIM - ROPE_DIM) // 2
     turned = angle >= 0
     at = target.cos_sin + _table_row(position, target, TASK) + angle
-    cos = tl.load(at, mask=turned & stored, other=1.0).to(tl.float32)
-    sin = tl.load(at + ROPE_DIM // 2, mask=turned & stored, other=0.0).to(tl.float32)
+    asked = (turned & stored) != 0  # Triton 3.9 interprets a tile and a number as integers
+    cos = tl.load(at, mask=asked, other=1.0).to(tl.float32)
+    sin = tl.load(at + ROPE_DIM // 2, mask=asked, other=0.0).to(tl.float32)
     return turned, cos, sin
 
 

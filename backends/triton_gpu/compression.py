@@ -83,7 +83,7 @@ class _Compression(Launch):
         return options
 
     def ring(self, ring: torch.Tensor | None) -> Ring:
-        if ring is None or not self.rings.num_slots:
+        if ring is None:
             return _NO_RING
         return Ring(ring, self.rings.block_stride, self.rings.num_slots)
 

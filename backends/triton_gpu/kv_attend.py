@@ -793,7 +793,7 @@ def attend_kv_kernel(
                 table = table + (tl.load(centroids + i),)
             else:
                 table = table + (TASK.halves[i],)
-    at = query * q.query_stride + query_head * q.head_stride
+    at = query * q.query_stride + query_head.to(tl.int64) * q.head_stride
     rotated = ()
     top = tl.zeros([QUERIES], tl.float32)
     for index in tl.static_range(tl.constexpr(len(TASK.chunks))):
@@ -829,7 +829,7 @@ def attend_kv_kernel(
             extra = tl.load(sink + query_head, mask=exists, other=float("-inf")) * LOG2E
             divisor = total + tl.where(total == 0, 0.0, tl.exp2(extra - top))
         divisor = tl.where(total == 0, 1.0, divisor)
-        result_row = query * result.query_stride + query_head * result.head_stride
+        result_row = query * result.query_stride + query_head.to(tl.int64) * result.head_stride
         if lse is not None:
             tl.store(lse + query * TASK.query_heads + query_head, logarithm * LN2, mask=exists)
     else:

@@ -366,7 +366,7 @@ def elements_at(rows, token, head, INDEX: tl.constexpr, TASK: tl.constexpr):
     WIDTH: tl.constexpr = TASK.width
     START: tl.constexpr = tile_start(TASK, INDEX)
     part = tl.arange(0, PARTS) * TASK.span
-    row = rows.ptr + token * rows.query_stride + head * rows.head_stride
+    row = rows.ptr + token * rows.query_stride + head.to(tl.int64) * rows.head_stride
     return spread(row, part, TASK) + (START + tl.arange(0, WIDTH)[None, None, :])
 
 
@@ -708,6 +708,8 @@ def extreme(a, b, MOST: tl.constexpr, PATHS: tl.constexpr):
     if PATHS.pairs != "none" and a.dtype.primitive_bitwidth == 16:  # two at a time
         KIND: tl.constexpr = ("max" if MOST else "min") + (".NaN.bf16x2" if a.dtype == tl.bfloat16 else ".NaN.f16x2")
         return tl.inline_asm_elementwise(KIND + " $0, $1, $2;", "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+    elif PATHS.interpreted and a.dtype.primitive_bitwidth == 16:  # Triton 3.9 compares the bits of bf16
+        return extreme(a.to(tl.float32), b.to(tl.float32), MOST, PATHS).to(a.dtype)
     elif MOST:
         return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:

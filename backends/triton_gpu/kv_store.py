@@ -238,7 +238,7 @@ def _store_rotated_keys(
     WIDTH: tl.constexpr = TASK.padded
     table = kv_codec.table_of(centroids, TASK)
     at = tl.arange(0, WIDTH)
-    row = key.ptr + token * key.query_stride + head * key.head_stride
+    row = key.ptr + token * key.query_stride + head.to(tl.int64) * key.head_stride
     x = _as_fp32(tl.load(row[:, None] + at[None, :], mask=exists[:, None] & (at < TASK.dim)[None, :], other=0.0), TASK)
     lost = tl.max(_is_lost(x).to(tl.int32), 1) != 0
     norm = tl.sqrt_rn(tl.where(lost, 0.0, tl.sum(x * x, 1)))
@@ -408,7 +408,7 @@ def _load_rotated_keys(
         matrix = tl.load(rotation + step[:, None] * TASK.dim + at[None, :], mask=inside, other=0.0)
         turned = tl.dot(some, matrix, turned, input_precision="ieee")
     x = tl.where(exists[:, None], codec.saturate(turned, TASK, False), 0.0)
-    pointer = (key.ptr + token * key.query_stride + head * key.head_stride)[:, None] + at[None, :]
+    pointer = (key.ptr + token * key.query_stride + head.to(tl.int64) * key.head_stride)[:, None] + at[None, :]
     mask = valid[:, None] & (at < TASK.dim)[None, :]
     tl.store(pointer, codec.round_to(x, key.ptr.dtype.element_ty, PATHS), mask=mask)
 

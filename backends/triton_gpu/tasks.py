@@ -15,6 +15,7 @@ from mxkv.contracts import ROPE_DIM, LoadSpec, StoreSpec
 from mxkv.formats import Element, Scale
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_LEAST_FLOOR = 2.0**-110  # of groups whose ties bf16 holds as even numbers: see codec.odd_pair
 
 
 def store_task(
@@ -65,6 +66,7 @@ def _fit_one_tile(spec: StoreSpec, paths: Paths) -> bool:
     if not (spec.rotate and format.grouped) or format.tail or groups & (groups - 1):
         return False
     eights = format.scale is Scale.E8M0 and (paths.e4m3 == "cvt" or paths.interpreted)
+    eights = eights and format.amax_floor >= _LEAST_FLOOR
     packed = (paths.pairs != "none" or paths.interpreted) and (format.element is Element.E2M1 or eights)
     whole = ROPE_DIM % format.group == 0 and format.group % 8 == 0
     return packed and whole and spec.latent_dtype == torch.bfloat16 and spec.nonfinite == "propagate"

@@ -37,6 +37,7 @@ class CompressCase:
     index: torch.dtype = torch.int64
     capacity: int = 8
     save: bool = False
+    rings: bool = True
     config: CompressConfig | None = None
 
     @property
@@ -47,6 +48,7 @@ class CompressCase:
         parts += ["rope"] * (self.rope and bool(self.format)) + ["latents"] * self.latents
         parts += ["previous"] * self.previous + [self.nonfinite] * (self.nonfinite != "propagate")
         parts += ["int32"] * (self.index == torch.int32) + [f"capacity={self.capacity}"] * (self.capacity != 8)
+        parts += [] if self.rings else ["no rings"]
         parts += [",".join(map(str, dataclasses.astuple(self.config)))] if self.config else []
         return " ".join(parts)
 
@@ -64,6 +66,8 @@ class CompressCase:
 
     def _call(self, target: Target) -> None:
         call = packed([(0, 32), (5, 32)], self.capacity, index=self.index)
+        if not self.rings:
+            call = dataclasses.replace(call, state_cache=call.state_cache[:0])
         rows = call.kv_score if self.ratio == 2 else call.kv_score[:, :COMPRESS_DIM].contiguous()
         paths = paths_of(target)
         if self.save:
@@ -123,6 +127,7 @@ def cases(everything: bool) -> Iterator[CompressCase]:
     yield CompressCase()
     yield CompressCase(ratio=1, index=torch.int32)
     yield CompressCase(previous=True, index=torch.int32)
+    yield CompressCase(previous=True, rings=False)
     yield CompressCase(formats["mxfp8"])
     yield CompressCase(formats["nvfp4"], nonfinite="sanitize", capacity=1)
     yield CompressCase(formats["dsv4"], latents=True, index=torch.int32)
