@@ -338,6 +338,14 @@ def test_verify_of_a_backend_that_cannot_run_exits_with_1_and_the_reason(run: Ca
     assert [outcome.word for outcome in all_of_them] == ["not run"]
 
 
+def test_verify_that_compares_nothing_exits_with_1(run: Callable[..., Result]) -> None:
+    """Of keys and values no digests are pinned: where no backend but the oracle runs, nothing is compared."""
+    done = run("verify", "--device", "cpu", "--format", "turboquant-3bit-nc", "--backend", "torch")
+    assert done.exit_code == 1
+    assert "ran nothing on cpu" in done.output
+    assert not json.loads(run("verify", "--format", "turboquant-3bit-nc", "--backend", "torch", "--json").stdout)["ok"]
+
+
 def test_verify_notes_the_calls_that_a_backend_does_not_take() -> None:
     no = contracts.Verdict(("only bf16 rows",))
 

@@ -72,7 +72,7 @@ def verify(
     ]
     oracle_only = wanted == ORACLE and devices == [_CPU]
     ran = sum(sum(outcome.right.values()) + len(outcome.failures) for outcome in outcomes)
-    nothing = wanted is not None and not oracle_only and not ran
+    nothing = not ran and (not deviations or (wanted is not None and not oracle_only))
     ok = not any(deviations.values()) and not any(outcome.failures for outcome in outcomes) and not nothing
     if json:
         output.print_json(
@@ -85,7 +85,8 @@ def verify(
     else:
         _print(deviations, outcomes)
     if nothing:
-        raise output.fail(f"backend {wanted!r} ran nothing on {', '.join(map(str, devices))}", 1)
+        what = "nothing was compared" if wanted is None else f"backend {wanted!r} ran nothing"
+        raise output.fail(f"{what} on {', '.join(map(str, devices))}", 1)
     if not ok:
         raise output.fail("results differ from the specification's: see above", 1)
 
