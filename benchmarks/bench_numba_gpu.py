@@ -10,11 +10,9 @@ buffers larger than twice the L2, medians. Also shown: what compiling took (cold
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import json
-import multiprocessing
 import statistics
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import bench_attend_gpu as attends
 import bench_store_load_gpu as rows
 import torch
+from measuring import in_processes
 
 import mxkv
 from mxkv import checks
@@ -66,8 +65,7 @@ def check(workers: int) -> list[str]:
         *(attends.Shape(5, heads, name, 300, 1 << 14) for name in formats for heads in (1, 40)),
     ]
     todo = list(dict.fromkeys(todo))
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
-        return [found for found in processes.map(checked, todo) if found]
+    return [found for _, found in in_processes(workers, checked, todo) if found]
 
 
 def checked(shape: rows.Shape | attends.Shape) -> str:
@@ -91,8 +89,7 @@ def compile_ahead(shapes: list[attends.Shape], workers: int) -> None:
         small = dataclasses.replace(shape, queries=1, topk=300, pool=1 << 14)
         for config in attention.tunable(attends.spec_of(attends.call_of(small, 0))).space:
             jobs[small, dataclasses.replace(config, blocks_per_unit=1)] = None
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as processes:
-        list(processes.map(compile_config, jobs))
+    list(in_processes(workers, compile_config, list(jobs)))
 
 
 def compile_config(job: tuple[attends.Shape, AttendConfig]) -> None:

@@ -174,7 +174,7 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> K
         address: Of the cache, or its last four bits.
         row_threads: Threads that a row is to have.
     """
-    layout, dim, stores = spec.layout, spec.head_dim, isinstance(spec, StoreKVSpec)
+    layout, dim, products = spec.layout, spec.head_dim, takes_products(spec, paths)
     table: tuple[float, ...] = ()
     if spec.format.normed and not spec.tabled:
         table = lloyd_max.centroids(dim, spec.format.key.bits)
@@ -200,10 +200,10 @@ def kv_task(spec: KVSpec, paths: Paths, address: int, row_threads: int = 1) -> K
         narrow=layout.num_slots < 1 << 31,
         paths=paths,
         row_threads=row_threads,
-        row_span=_STORED_SPAN if takes_products(spec, paths) or (stores and not spec.format.normed) else 0,
-        products=takes_products(spec, paths),
+        row_span=_STORED_SPAN if products or (isinstance(spec, StoreKVSpec) and not spec.format.normed) else 0,
+        products=products,
         # A butterfly between threads is better off where they stand apart.
-        parts_first=_LANES_FIRST and (takes_products(spec, paths) or not spec.format.normed),
+        parts_first=_LANES_FIRST and (products or not spec.format.normed),
     )
 
 

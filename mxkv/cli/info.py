@@ -13,11 +13,11 @@ import torch
 import mxkv
 from mxkv import devices, dispatch, settings
 from mxkv.cli import output
+from mxkv.kv_operations import KV_SPECS
 
 _OPERATIONS = ("store", "load", "attend", "compress_store")
 _OF_ROWS = ("compress_norm", "save_ring_rows")  # they know no formats: listed under that of their specs
 _ROWS = "bf16"
-_OF_PAGES = ("store_kv", "load_kv", "attend_kv")
 
 
 def info(json: output.JsonOption = False) -> None:
@@ -64,7 +64,7 @@ def collect() -> dict[str, Any]:
             _support(device, kv_format, operation)
             for device in here
             for kv_format in mxkv.KV_FORMATS.values()
-            for operation in _OF_PAGES
+            for operation in KV_SPECS
         ],
     }
 
@@ -131,7 +131,7 @@ def _print(found: dict[str, Any]) -> None:
     for device in found["devices"]:
         rows = [row for row in found["support"] if row["device"] == device["device"]]
         chosen = {(row["format"], row["operation"]): row["chosen"] or "no backend" for row in rows}
-        for formats, operations in ((mxkv.FORMATS, (*_OPERATIONS, *_OF_ROWS)), (mxkv.KV_FORMATS, _OF_PAGES)):
+        for formats, operations in ((mxkv.FORMATS, (*_OPERATIONS, *_OF_ROWS)), (mxkv.KV_FORMATS, KV_SPECS)):
             screen.print(
                 output.table(
                     f"Who runs what on {device['device']}",

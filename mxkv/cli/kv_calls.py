@@ -12,8 +12,9 @@ import mxkv
 from mxkv.cli import vectors
 from mxkv.contracts import KVSpec
 from mxkv.kv_formats import data_rows, kv_layout_of, meta_rows
+from mxkv.kv_operations import KV_SPECS
 
-OPERATIONS = ("store_kv", "load_kv", "attend_kv")
+OPERATIONS = tuple(KV_SPECS)
 
 _CPU = torch.device("cpu")
 _HEADS, _GROUP, _TOKENS, _BLOCKS, _BLOCK_SIZE = 2, 3, 45, 7, 8
