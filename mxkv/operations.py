@@ -80,12 +80,15 @@ def store(
             only its tokens are stored. Of equal slots the last wins on the torch backend; on a GPU backend that record
             is unspecified.
         format: A format's name or a format; inferred from the cache's dtype and width and the latent's width if None.
+            Of formats of the same width the one whose scales stand at the end of a page is taken: inline ones have to
+            be named.
         positions: ``[>= slots]`` int32 or int64: the tokens' positions. A token of negative position is not stored.
         cos_sin: ``[max_pos, 64]`` of a floating-point dtype, 32 cosines then 32 sines: rotate the last 64 values of
             each row in adjacent pairs before quantizing. A token whose position is outside [0, max_pos) is not stored.
         compress_ratio: 1 or 2. A token is stored only if ``(position + 1) % compress_ratio == 0``, rotated by the
             table's row ``position // compress_ratio * compress_ratio``. 2 requires positions.
-        cache_scale: The per-tensor scale of ``fp8`` caches, one fp32 number; stored values are latent / cache_scale.
+        cache_scale: The per-tensor scale of ``fp8`` caches, one fp32 number, 1 if None; stored values are
+            latent / cache_scale.
             A tensor on the cache's device costs nothing more; a Python number is copied there at each call.
         nonfinite: "propagate": a group that holds NaN or infinity reads back as NaN. "sanitize": NaN is stored as 0 and
             infinity as the largest finite value.
@@ -131,9 +134,11 @@ def load(
         cache: As in :func:`store`.
         slots: ``[n]`` int32 or int64, of any stride. A negative slot, and one past the end, gives a row of zeros.
         format: A format's name or a format; inferred from the cache's dtype and width if None.
+            Of formats of the same width the one whose scales stand at the end of a page is taken: inline ones have to
+            be named.
         latent_dim: Values of a row; taken from the cache's width (or ``out``) if None.
         dtype: bf16 (the default), fp16 or fp32; finite values saturate at its largest.
-        cache_scale: The per-tensor scale of ``fp8`` caches.
+        cache_scale: The per-tensor scale of ``fp8`` caches, 1 if None.
         out: ``[n, latent_dim]`` of any row stride to write into; its dtype is the rows' dtype. It shares no memory with
             the cache.
         backend: As in :func:`store`.
@@ -216,7 +221,9 @@ def attend(
         block_table: Blocks, int32 or int64, of any strides.
         seq_lens: How many rows each query has, int32 or int64.
         format: A format's name or a format; inferred from the cache's dtype and width and ``latent_dim`` if None.
-        cache_scale: The per-tensor scale of ``fp8`` caches.
+            Of formats of the same width the one whose scales stand at the end of a page is taken: inline ones have to
+            be named.
+        cache_scale: The per-tensor scale of ``fp8`` caches, 1 if None.
         scale: Factor of the logits; 1/√latent_dim if None.
         sink: ``[heads]`` fp32: a logit for each head that joins the softmax's denominator and has no value.
         value_dim: How many of a row's first values are summed up (at most ``latent_dim``, which None means).
