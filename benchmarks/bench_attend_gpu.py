@@ -31,6 +31,7 @@ from mxkv.backends.triton_gpu.config import AttendConfig, attend_configurations
 
 DIM, BLOCK_SIZE, TOPK, POOL = 512, 64, 2048, 1 << 20
 LEAST_CALLS = 8
+MANY_QUERIES = 1024  # a call takes milliseconds
 FORMATS = ("bf16", "mxfp4", "nvfp4", "nvfp4-inline", "mxfp8", "mxfp8-inline", "dsv4", "fp8")
 SIZES = ((8, 16), (64, 16), (256, 16), (64, 64), (64, 128), (4096, 64))  # queries, heads
 WANTED_TB_PER_S = {(256, 16): 3.4}  # of the bf16 rows
@@ -131,7 +132,7 @@ def calls_of(shape: Shape) -> list[Call]:
 
 def timed(calls: Sequence[Call], config: AttendConfig | None, samples: int) -> tuple[float, list[float]]:
     runs = [functools.partial(call.run, config) for call in calls]
-    least = LEAST_CALLS if calls[0].shape.queries < 1024 else 1
+    least = LEAST_CALLS if calls[0].shape.queries < MANY_QUERIES else 1
     return replayed(repeated(runs, least), samples)
 
 
@@ -139,7 +140,7 @@ def measure(shape: Shape) -> dict[str, Any]:
     calls = calls_of(shape)
     calls[0].run()
     error = calls[0].error()
-    us, samples = timed(calls, None, SAMPLES if shape.queries < 1024 else 7)
+    us, samples = timed(calls, None, SAMPLES if shape.queries < MANY_QUERIES else 7)
     config = attention.prepare(spec_of(calls[0])).choose(shape.queries, shape.topk)
     return {
         "name": shape.name, "format": shape.format, "queries": shape.queries, "heads": shape.heads, "us": us,

@@ -46,9 +46,7 @@ ROWS = (
     rows.Shape("load", "bf16", 1 << 18),
 )
 ATTENDS = tuple(
-    attends.Shape(queries, heads, name)
-    for queries, heads in ((8, 16), (64, 16), (256, 16), (64, 64))
-    for name in ("mxfp4", "bf16", "dsv4")
+    attends.Shape(queries, heads, name) for queries, heads in attends.SIZES for name in ("mxfp4", "bf16", "dsv4")
 )
 OPERATIONS = ("store", "load")
 MOST_TIMES_TRITON = 6.0
@@ -168,7 +166,8 @@ def timed(
     calls: list[attends.Call], config: AttendConfig | None, backend: str = "numba", samples: int = SAMPLES
 ) -> tuple[float, list[float]]:
     runs = [functools.partial(run_attend, call, config, backend) for call in calls]
-    return attends.replayed(runs * -(-attends.LEAST_CALLS // len(runs)), samples)
+    least = attends.LEAST_CALLS if calls[0].shape.queries < attends.MANY_QUERIES else 1
+    return attends.replayed(runs * -(-least // len(runs)), samples)
 
 
 def shown(found: dict[str, Any]) -> dict[str, Any]:

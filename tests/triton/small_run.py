@@ -1,6 +1,6 @@
 """Small calls of every operation and format on a GPU, compared with the oracle: for compute-sanitizer.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.small_run
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.small_run [FORMAT]...
 
 Without PyTorch's memory caching each tensor is an allocation of its own, so an access past its end is seen.
 """
@@ -77,7 +77,8 @@ def kv_equal(format: mxkv.KVFormat, dim: int, dtype: torch.dtype) -> bool:
 def main() -> int:
     wrong = []
     g = torch.Generator().manual_seed(0)
-    for format in mxkv.FORMATS.values():
+    names = sys.argv[1:] or [*mxkv.FORMATS, *mxkv.KV_FORMATS]
+    for format in (format for name, format in mxkv.FORMATS.items() if name in names):
         for dim, dtype in ((512, torch.bfloat16), (96, torch.bfloat16), (576, torch.float32), (320, torch.float16)):
             if not format.accepts_dim(dim):
                 continue
@@ -102,7 +103,7 @@ def main() -> int:
             print(f"{format.name} {dim} {dtype}: {'equal' if same else 'DIFFERENT'}", flush=True)
             if not same:
                 wrong.append((format.name, dim, dtype))
-    for kv_format in mxkv.KV_FORMATS.values():
+    for kv_format in (format for name, format in mxkv.KV_FORMATS.items() if name in names):
         for dim, dtype in ((128, torch.bfloat16), (80, torch.float16), (32, torch.float32)):
             same = kv_equal(kv_format, dim, dtype)
             print(f"{kv_format.name} {dim} {dtype}: {'equal' if same else 'DIFFERENT'}", flush=True)
