@@ -5,6 +5,7 @@ Nothing here looks at a tensor's values, so nothing synchronises.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -323,6 +324,24 @@ def _check_same_device(cache: torch.Tensor, **others: torch.Tensor | None) -> No
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(d) for d in dtypes[:-1]) + f" or {dtypes[-1]}"
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """A size as an int.
+
+    Raises:
+        TypeError: It is no whole number.
+        ValueError: It is less than ``least``.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be int, got {value!r}") from None
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be int, got {value}")
+    if least is not None and count < least:
+        raise ValueError(f"expected {name} >= {least}, got {count}")
+    return count
 
 
 def check_types(**arguments: tuple[Any, Any]) -> None:

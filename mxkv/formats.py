@@ -257,6 +257,10 @@ def parse_format(spec: str) -> Format:
     if spec in FORMATS:
         return FORMATS[spec]
     if "=" not in spec:
+        from mxkv.kv_formats import KV_FORMATS
+
+        if spec in KV_FORMATS:
+            raise ValueError(f"{spec!r} is a format of keys and values: store_kv, load_kv and attend_kv take it")
         raise ValueError(f"unknown format {spec!r}; known formats: {', '.join(FORMATS)} (or pass a mxkv.Format)")
     try:
         raw = dict(part.split("=", 1) for part in spec.split(";"))

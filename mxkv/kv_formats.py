@@ -15,6 +15,8 @@ from types import MappingProxyType
 
 import torch
 
+from mxkv.formats import FORMATS
+
 DIM_STEP = 16
 """The width of a head is a multiple of this."""
 
@@ -138,6 +140,8 @@ def parse_kv_format(spec: str) -> KVFormat:
         return KV_FORMATS[spec]
     known = ", ".join(KV_FORMATS)
     if "=" not in spec:
+        if spec in FORMATS:
+            raise ValueError(f"{spec!r} is a format of latent rows: store, load and attend take it")
         raise ValueError(f"unknown format {spec!r}; known formats: {known} (or pass a mxkv.KVFormat)")
     try:
         raw = dict(part.split("=", 1) for part in spec.split(";"))

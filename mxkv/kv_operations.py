@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mxkv import contracts, dispatch, kv_library
-from mxkv.checks import check_types
+from mxkv.checks import check_types, whole
 from mxkv.kv_formats import KVFormat, get_kv_format, kv_layout_of
 from mxkv.kv_library import attend_kv_op, load_kv_op, store_kv_op
 
@@ -41,14 +41,13 @@ def empty_kv_cache(
         ``[num_blocks, block_size, heads, slot_bytes]`` uint8.
 
     Raises:
+        TypeError: A size that is no int.
         ValueError: An unknown format, a head_dim that does not fit it, or sizes below 0 (below 1 but for num_blocks).
     """
     fmt = get_kv_format(format)
-    if num_blocks < 0 or block_size < 1 or heads < 1:
-        raise ValueError(
-            f"expected num_blocks >= 0, block_size >= 1 and heads >= 1, got {num_blocks}, {block_size} and {heads}"
-        )
-    shape = (num_blocks, block_size, heads, fmt.slot_bytes(head_dim))
+    width = fmt.slot_bytes(whole("head_dim", head_dim))
+    sizes = whole("num_blocks", num_blocks, 0), whole("block_size", block_size, 1)
+    shape = (*sizes, whole("heads", heads, 1), width)
     return torch.zeros(shape, dtype=fmt.cache_dtype, device=device)
 
 

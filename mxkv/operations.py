@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from mxkv import contracts, dispatch, library, numerics
-from mxkv.checks import check_types
+from mxkv.checks import check_types, whole
 from mxkv.compression_checks import ring_layout_of
 from mxkv.formats import Format, get_format
 from mxkv.kv_formats import KVFormat
@@ -46,12 +46,12 @@ def empty_cache(
         float8_e4m3fn, of width latent_dim, for the plain ones.
 
     Raises:
+        TypeError: A size that is no int.
         ValueError: An unknown format, a latent_dim that does not fit it, or sizes below 0 (block_size below 1).
     """
     fmt = get_format(format)
-    if num_blocks < 0 or block_size < 1:
-        raise ValueError(f"expected num_blocks >= 0 and block_size >= 1, got {num_blocks} and {block_size}")
-    shape = (num_blocks, block_size, fmt.record_width(latent_dim))
+    width = fmt.record_width(whole("latent_dim", latent_dim))
+    shape = (whole("num_blocks", num_blocks, 0), whole("block_size", block_size, 1), width)
     return torch.zeros(shape, dtype=fmt.cache_dtype, device=device)
 
 

@@ -292,10 +292,28 @@ def test_cache_scale(ops: Ops, scale: Any, error: type[Exception], match: str) -
         (("mxfp4", 1, 1, 0), ValueError, r"32.*0"),
         (("dsv4", 1, 1, 576), ValueError, r"512.*576"),
         (("bf16", 1, 1, 0), ValueError, r"positive.*0"),
+        (("mxfp4", "4", 1, 512), TypeError, r"num_blocks must be int, got '4'"),
+        (("mxfp4", 1, 8.0, 512), TypeError, r"block_size must be int, got 8\.0"),
+        (("mxfp4", True, 1, 512), TypeError, r"num_blocks must be int, got True"),
+        (("mxfp4", 1, 1, None), TypeError, r"latent_dim must be int, got None"),
+        (("turboquant-k8v4", 1, 1, 512), ValueError, r"keys and values: store_kv"),
     ],
 )
 def test_empty_cache(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
     raises(error, match, lambda: mxkv.empty_cache(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (("mxfp4", 1, 1, 1, 128), ValueError, r"latent rows: store, load"),
+        (("turboquant-k8v4", 1, 1, 0, 128), ValueError, r"heads >= 1, got 0"),
+        (("turboquant-k8v4", 1, 1, 2.5, 128), TypeError, r"heads must be int, got 2\.5"),
+        (("turboquant-k8v4", 1, 1, 1, "128"), TypeError, r"head_dim must be int, got '128'"),
+    ],
+)
+def test_empty_kv_cache(arguments: tuple[Any, ...], error: type[Exception], match: str) -> None:
+    raises(error, match, lambda: mxkv.empty_kv_cache(*arguments))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def compare(backend: str, device: torch.device, formats: Iterable[mxkv.Format | 
     """What a backend does with each format on a device; one outcome for all where it does not run there."""
     probed = dispatch.get_backend(backend).probe(device)
     if not probed.ok:
-        return [Outcome(str(device), backend, "all", refusals=[*probed.reasons])]
+        return [Outcome(str(device), backend, "all", refusals=[*probed.reasons, *filter(None, [probed.hint])])]
     return [compare_format(backend, device, format) for format in formats]
 
 
