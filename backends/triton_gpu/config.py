@@ -109,17 +109,16 @@ def attend_default(spec: AttendSpec, target: Target, queries: int, rows: int) ->
         block_heads = min(block_heads, 32)  # with 64, products in registers run out of these
     num_warps = 8 if block_heads * width > 1 << 13 else 4
     programs, block_dims, stages = 2, 64, 3 if target.capability >= 100 else 5
-    tail, fp8 = spec.format.tail > 0, spec.format.element is Element.E4M3
+    tail, fp8, grouped = spec.format.tail > 0, spec.format.element is Element.E4M3, spec.format.grouped
     if block_heads == 32:
         block_dims, stages = 128, 3
     elif block_heads == 64:  # one program fills a multiprocessor
         programs, block_dims = 1, 128 if hopper and (plain or tail) else 512  # a tail's chunks are narrow as it is
-    elif hopper and fp8 and not tail:
+    elif hopper and fp8 and not grouped:
         block_dims = 128
-    # Tiles of 64 rows spill a little with 64 heads, and were up to 20 % faster for all that, but for FP8 with scales.
-    many_rows = hopper and block_heads != 32 and not tail
-    if fp8 and spec.format.grouped:
-        many_rows = many_rows and block_heads == 16
+    # Tiles of 64 rows spill a little with 64 heads, and were up to 20 % faster for all that. FP8 with scales has too
+    # few registers: with 64 heads they were slower, and with 16 newer compilers than the measured one spill more.
+    many_rows = hopper and block_heads != 32 and not tail and not (fp8 and grouped)
     tiles = ((64, 3), (32, stages), (32, 3), (32, 2), (16, 2)) if plain else ((64, 2), (32, 2), (16, 2))
     for block_rows, num_stages in tiles[not many_rows :]:
         config = AttendConfig(block_heads, block_rows, programs, num_warps, num_stages, block_dims)
