@@ -136,6 +136,9 @@ def measure_rows(shape: rows.Shape, ceiling: float, sweep: bool) -> dict[str, An
     if sweep:
         found["sweep"] = {}
         for config in latents.configurations():
+            if not rows.is_right(shape, functools.partial(run_rows, config=config)):
+                print(f"    REFUSED {config}: other bytes", flush=True)
+                continue
             calls = rows.repeated([functools.partial(run_rows, b, config) for b in sets])
             found["sweep"][str(config)], _ = rows.replayed(calls, SWEPT_SAMPLES)
     return shown(found)
@@ -154,7 +157,15 @@ def measure_attend(shape: attends.Shape, sweep: bool) -> dict[str, Any]:
         for config in space:
             blocks = attends_splits(calls[0], config)
             splits.setdefault((dataclasses.replace(config, blocks_per_unit=1), blocks), config)
-        found["sweep"] = {str(config): timed(calls, config, samples=SWEPT_SAMPLES)[0] for config in splits.values()}
+        found["sweep"] = {}
+        for config in splits.values():
+            calls[0].out.fill_(torch.nan)
+            run_attend(calls[0], config)
+            error = calls[0].error()
+            if error <= attends.MOST_ERROR:
+                found["sweep"][str(config)], _ = timed(calls, config, samples=SWEPT_SAMPLES)
+            else:
+                print(f"    REFUSED {config}: error {error}", flush=True)
     return shown(found)
 
 
