@@ -25,6 +25,7 @@ from mxkv.backends.numba_cuda.config import VECTOR, Shared
 from mxkv.backends.numba_cuda.load import step_decoder
 from mxkv.backends.numba_cuda.primitives import (
     address_of,
+    bits_of,
     device,
     div,
     exp2,
@@ -36,16 +37,27 @@ from mxkv.backends.numba_cuda.primitives import (
     i64,
     log2,
     mul,
+    put128,
     put_float,
     shared_fetch,
     shared_fetch64,
     shared_fetch128,
+    shared_fetch_pair,
     shared_put,
     shared_put64,
     shared_put128,
+    shuffle_xor,
     sub,
+    unrolled,
 )
-from mxkv.backends.numba_cuda.rows import ELEMENT_BYTES, element_reader, element_writer, float_of_bf16
+from mxkv.backends.numba_cuda.rows import (
+    ELEMENT_BYTES,
+    element_reader,
+    element_writer,
+    encoder,
+    float_of_bf16,
+    pair_putter,
+)
 from mxkv.backends.numba_cuda.tasks import Record
 
 LOG2E = math.log2(math.e)
@@ -53,6 +65,9 @@ LN2 = math.log(2.0)
 _BF16_MAX = 0x7F7F0000
 _MINUS_INFINITY = -0x800000
 _PAIR = 2
+_WORDS = 4  # int32 of a step's bytes and scale
+_UNDER_WAY = 4  # steps that a thread reads at a time
+_MOST_AHEAD = 8  # steps that it reads ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +85,8 @@ class AttendTask:
         scaled: Whether there is a scale for the whole cache.
         sinked: Whether a logit for each head joins the denominator.
         whole: Whether one split is all.
-        threads, block_heads, block_rows: See :class:`~mxkv.backends.numba_cuda.config.AttendConfig`.
+        threads, block_heads, block_rows, tile_heads, ahead, resident: See
+            :class:`~mxkv.backends.numba_cuda.config.AttendConfig`.
     """
 
     record: Record
@@ -86,6 +102,9 @@ class AttendTask:
     threads: int
     block_heads: int
     block_rows: int
+    tile_heads: int
+    ahead: bool
+    resident: int
 
     @property
     def group(self) -> int:
@@ -98,7 +117,12 @@ class AttendTask:
 
     @property
     def shared(self) -> Shared:
-        return Shared(self.record.dim, self.threads, self.block_heads, self.block_rows)
+        return Shared(self.record.dim, self.threads, self.block_heads, self.block_rows, self.tile_heads)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """A block's threads, and how many blocks a multiprocessor is to hold."""
+        return self.threads, self.resident
 
 
 class Attention(Protocol):
@@ -142,13 +166,22 @@ class Source(NamedTuple):
     Attributes:
         bounds_of: From the selection, a query and a length to where the query's rows begin, how many they are, and the
             row of a table that names them.
-        place_of: From a row to two addresses, the first one 0 where there is no such row.
-        load_tile: By it a block decodes a tile's rows into shared memory; it is told whether all of them exist.
+        entry_of: From a row to what the table says of it; negative where there is no such row.
+        place_of: From that to two addresses, the first one 0 where there is no such row.
+        words: int32 of a thread's that fetch_tile fills.
+        ahead: Whether they are all that a thread needs of a tile.
+        fetch_tile: By it a thread reads them, of a tile whose rows all exist.
+        load_tile: By it a block decodes a tile's rows into shared memory; it is told whether all of them exist, and
+            where the words were read ahead, takes those.
         prepare: What a block does to its queries, in shared memory, before it begins.
     """
 
     bounds_of: Any
+    entry_of: Any
     place_of: Any
+    words: int
+    ahead: bool
+    fetch_tile: Any
     load_tile: Any
     prepare: Any
 
@@ -172,19 +205,20 @@ def latent_source(task: AttendTask) -> Source:
         return begin, max(end - begin, 0), query
 
     @device
-    def place_of(rows, row, at, count, begin, cache, cache_head, num_slots, block_stride):
+    def entry_of(rows, row, at, count, begin):
         if at >= count:
-            return i64(0), i64(0)
+            return i64(-1)
         if pages:
-            block = fetch_index(rows[0] + row * rows[1] + at // block_size * rows[2], index_bytes)
-            place = at % block_size
-            if block < 0 or block >= num_slots // block_size:
-                return i64(0), i64(0)
-        else:
-            slot = fetch_index(rows[0] + row * rows[1] + (begin + at) * rows[2], index_bytes)
-            if slot < 0 or slot >= num_slots:
-                return i64(0), i64(0)
-            block, place = slot // block_size, slot % block_size
+            return fetch_index(rows[0] + row * rows[1] + at // block_size * rows[2], index_bytes)
+        return fetch_index(rows[0] + row * rows[1] + (begin + at) * rows[2], index_bytes)
+
+    @device
+    def place_of(entry, at, begin, cache, cache_head, num_slots, block_stride):
+        block, place, most = entry, at % block_size, num_slots // block_size
+        if not pages:
+            block, place, most = entry // block_size, entry % block_size, num_slots
+        if entry < 0 or entry >= most:
+            return i64(0), i64(0)
         page = cache + block * block_stride
         return page + place * value_stride, page + scale_offset + place * scale_stride
 
@@ -192,20 +226,24 @@ def latent_source(task: AttendTask) -> Source:
     def prepare(memory, rows, thread):
         pass
 
-    return Source(bounds_of, place_of, _tile_loader(task), prepare)
+    return Source(bounds_of, entry_of, place_of, *_tile_loader(task), prepare)
 
 
 def _tile_loader(task: AttendTask):
-    """A function by which a block decodes a tile's rows into shared memory."""
+    """What a block reads its tiles with: see the last fields but one of :class:`Source`."""
     record, rows, threads = task.record, task.block_rows, task.threads
     step, dim, body, size, keys_at = record.step, record.dim, record.body, task.shared.row, task.shared.keys
     skipped = dim % 2 if step == _PAIR else 0
     steps = -(-dim // step)
-    items, tailed = rows * steps, body < dim  # a last item is done by several threads, so that all have one
+    items, tailed = rows * steps, body < dim
     turns = -(-items // threads)
-    in_step = tailed and threads % steps == 0  # a thread's items are all of the body, or all of the tail
+    ahead = task.ahead and turns <= _MOST_AHEAD
+    batch = turns if ahead else min(turns, _UNDER_WAY)
+    even = items % (threads * batch) == 0  # else several threads do the last item, so that all have one
+    regular = threads % steps == 0  # all items of a thread begin with the same element
+    in_step = tailed and regular
     mixed = tailed and not in_step
-    decode_body, decode_tail, is_plain = step_decoder(record, False)
+    fetch_body, fetch_tail, decode_body, decode_tail, is_plain = step_decoder(record, False)
     octets = step != _PAIR
 
     @device
@@ -244,104 +282,299 @@ def _tile_loader(task: AttendTask):
     put, tidy_step, zeros = (put_eight, tidy_eight, zeros_eight) if octets else (put_two, tidy_two, zeros_two)
 
     @device
-    def item_of(places, item):
-        """A row and an element of it, and the addresses of its values and scales."""
-        row = min(item, items - 1) // steps
-        at = i32((min(item, items - 1) - row * steps) * step - skipped)
-        return row, at, shared_fetch64(places + 16 * row), shared_fetch64(places + 16 * row + 8)
+    def item_of(thread, turn):
+        """A row and an element of it."""
+        if regular:
+            row, line = thread // steps + turn * (threads // steps), thread % steps
+            if not even:
+                row = min(row, rows - 1)
+        else:
+            item = thread + turn * threads
+            if not even:
+                item = min(item, items - 1)
+            row = item // steps
+            line = item - row * steps
+        return i32(row), i32(line * step - skipped)
 
     @device
-    def decoded(values_at, scales_at, at, tailed):
-        """A step, and whether bf16 holds it as it is."""
-        if tailed and at >= body:
-            return decode_tail(values_at, at), True
-        return decode_body(values_at, scales_at, at, float_of(0x3F800000)), is_plain(scales_at, at)
+    def fetch(places, row, at, of_tail):
+        values_at = shared_fetch64(places + 16 * row)
+        if of_tail:
+            return fetch_tail(values_at, at)
+        return fetch_body(values_at, shared_fetch64(places + 16 * row + 8), at)
 
     @device
-    def put_item(memory, row, at, x, plain):
-        if not plain:
-            x = tidy_step(x)
-        put(memory + keys_at + row * size + 4 * at, x, at >= 0)
+    def put_item(memory, row, at, words, of_tail):
+        address = memory + keys_at + row * size + 4 * at
+        if of_tail:
+            put(address, decode_tail(words), at >= 0)
+        else:
+            x = decode_body(words, float_of(0x3F800000))
+            if not is_plain(words):
+                x = tidy_step(x)
+            put(address, x, at >= 0)
 
     @device
-    def load_whole(memory, places, thread):
-        """All rows exist: reads need no branch, so that four of them are on their way at a time."""
-        for turn in range(0, turns, 4):
-            item = i32(thread + turn * threads)
-            a_row, a_at, a_values_at, a_scales_at = item_of(places, item)
-            b_row, b_at, b_values_at, b_scales_at = item_of(places, i32(item + threads))
-            c_row, c_at, c_values_at, c_scales_at = item_of(places, i32(item + 2 * threads))
-            d_row, d_at, d_values_at, d_scales_at = item_of(places, i32(item + 3 * threads))
-            if in_step and a_at >= body:
-                a, b, a_plain, b_plain = decode_tail(a_values_at, a_at), decode_tail(b_values_at, b_at), True, True
-                c, d, c_plain, d_plain = decode_tail(c_values_at, c_at), decode_tail(d_values_at, d_at), True, True
+    def fetch_item(turn, words, places, thread, first, of_tail):
+        row, at = item_of(thread, first + turn)
+        some = fetch(places, row, at, of_tail or (mixed and at >= body))
+        for i in range(_WORDS):
+            words[_WORDS * turn + i] = some[i]
+
+    @device
+    def put_fetched(turn, memory, words, thread, first, of_tail):
+        row, at = item_of(thread, first + turn)
+        i = _WORDS * turn
+        some = word_of(words[i]), word_of(words[i + 1]), word_of(words[i + 2]), word_of(words[i + 3])
+        put_item(memory, row, at, some, of_tail or (mixed and at >= body))
+
+    fetch_items, put_items = unrolled(fetch_item, batch), unrolled(put_fetched, batch)
+
+    @device
+    def of_tail(thread):
+        return in_step and i32(thread % steps * step - skipped) >= body
+
+    @device
+    def fetch_tile(words, places, thread):
+        if of_tail(thread):
+            fetch_items(words, places, thread, 0, True)
+        else:
+            fetch_items(words, places, thread, 0, False)
+
+    @device
+    def load_whole(memory, places, words, thread):
+        """All rows exist: reads need no branch, so that several are on their way at a time."""
+        for first in range(0, turns, batch):
+            if of_tail(thread):
+                if not ahead:
+                    fetch_items(words, places, thread, first, True)
+                put_items(memory, words, thread, first, True)
             else:
-                a, a_plain = decoded(a_values_at, a_scales_at, a_at, mixed)
-                b, b_plain = decoded(b_values_at, b_scales_at, b_at, mixed)
-                c, c_plain = decoded(c_values_at, c_scales_at, c_at, mixed)
-                d, d_plain = decoded(d_values_at, d_scales_at, d_at, mixed)
-            put_item(memory, a_row, a_at, a, a_plain)
-            put_item(memory, b_row, b_at, b, b_plain)
-            put_item(memory, c_row, c_at, c, c_plain)
-            put_item(memory, d_row, d_at, d, d_plain)
+                if not ahead:
+                    fetch_items(words, places, thread, first, False)
+                put_items(memory, words, thread, first, False)
 
     @device
-    def load_tile(memory, places, thread, whole):
+    def load_tile(memory, places, words, thread, whole):
         if whole:
-            load_whole(memory, places, thread)
+            load_whole(memory, places, words, thread)
             return
-        for turn in range(turns):
-            row, at, values_at, scales_at = item_of(places, i32(thread + turn * threads))
-            x, plain = zeros(), True
-            if values_at != 0:
-                x, plain = decoded(values_at, scales_at, at, tailed)
-            put_item(memory, row, at, x, plain)
+        item = i32(thread)
+        while item < items:
+            row = item // steps
+            at = i32((item - row * steps) * step - skipped)
+            if shared_fetch64(places + 16 * row) == 0:
+                put(memory + keys_at + row * size + 4 * at, zeros(), at >= 0)
+            elif tailed and at >= body:
+                put_item(memory, row, at, fetch(places, row, at, True), True)
+            else:
+                put_item(memory, row, at, fetch(places, row, at, False), False)
+            item = i32(item + threads)
 
-    return load_tile
+    return _WORDS * batch, ahead, fetch_tile, load_tile
+
+
+@device
+def word_of(word):
+    """An int32 out of an array."""
+    return i32(i64(word))
 
 
 def _logit_summer(task: Attention):
-    """A function by which a thread sums its part of some heads x some rows."""
+    """A function by which a block sums its logits up, but for what its warps are to add: [partials, HEADS, ROWS].
+
+    A head's rows stand in an order of their own there: see :func:`_softmax`.
+    """
     shared = task.shared
     size, parts, vectors = shared.row, shared.parts, shared.padded // VECTOR
     heads, rows, my_heads, my_rows = task.block_heads, task.block_rows, shared.tile_heads, shared.tile_rows
-    head_step, row_step = heads // my_heads, rows // my_rows
-    count, wide = my_heads * my_rows, VECTOR * my_rows
+    head_step, row_step, tile_threads = heads // my_heads, rows // my_rows, shared.tile_threads
+    all_sums, wide, warp_parts = my_heads * my_rows, VECTOR * my_rows, shared.warp_parts
+    turns, rest, apart = vectors // parts, vectors % parts, 16 * parts
+    square, halved = head_step > 1 and row_step > 1, max(row_step // 2, 1)
     mixed = parts % 8 == 0  # else they are too few
+    turned = {2: 1, 4: 2}.get(row_step, 0)
+    last = max(all_sums // warp_parts, 1)  # sums that a thread is left with
+    stages = warp_parts.bit_length() - 1
+    last_heads, last_rows = max(last // my_rows, 1), min(last, my_rows)
+
+    @device
+    def head_and_row(lane):
+        """A thread's first head and row. Neighbouring lanes have the same head, and those two apart the same row:
+        what they read is then one read."""
+        if square:
+            quad = lane >> 2
+            return i32(((lane >> 1) & 1) | (quad // halved << 1)), i32((lane & 1) | (quad % halved << 1))
+        return i32(lane // row_step), i32(lane % row_step)
+
+    @device
+    def vector_of(part):
+        """A part's first vector. Lanes read neighbouring rows, 16 bytes apart in the banks: their parts are as far
+        apart as these reach."""
+        if mixed:
+            low = part & 7
+            return i32((part & -8) | (((low << turned) | (low >> (3 - turned))) & 7))
+        return i32(part)
 
     @device
     def dot(q, k, j, total):
         return fma(q[3], k[j + 3], fma(q[2], k[j + 2], fma(q[1], k[j + 1], fma(q[0], k[j], total))))
 
     @device
-    def sum_logits(queries, keys, partial, thread):
-        sums = cuda.local.array(count, types.float32)
-        k = cuda.local.array(wide, types.float32)
-        row = thread % row_step
-        head = thread // row_step % head_step
-        part = thread // (row_step * head_step)
-        for i in range(count):
-            sums[i] = 0
-        vector = i32(part)
-        if mixed:  # neighbouring parts read 64 bytes apart, neighbouring rows are 16: other banks
-            vector = i32((part & -8) | ((part & 1) << 2) | ((part >> 1) & 3))
-        q_at, k_at = queries + head * size, keys + row * size
-        while vector < vectors:
-            at = 16 * vector
-            for j in range(my_rows):
-                x = shared_fetch128(k_at + j * row_step * size + at)
-                k[4 * j], k[4 * j + 1], k[4 * j + 2], k[4 * j + 3] = x[0], x[1], x[2], x[3]
-            for i in range(my_heads):
-                q = shared_fetch128(q_at + i * head_step * size + at)
-                for j in range(my_rows):
-                    sums[i * my_rows + j] = dot(q, k, 4 * j, sums[i * my_rows + j])
-            vector = i32(vector + parts)
-        at = partial + 4 * (part * heads * rows + head * rows + row)
+    def add_vector(sums, k, q_at, k_at):
+        for j in range(my_rows):
+            x = shared_fetch128(k_at + j * row_step * size)
+            k[4 * j], k[4 * j + 1], k[4 * j + 2], k[4 * j + 3] = x[0], x[1], x[2], x[3]
         for i in range(my_heads):
+            q = shared_fetch128(q_at + i * head_step * size)
             for j in range(my_rows):
-                shared_put(at + 4 * (i * head_step * rows + j * row_step), sums[i * my_rows + j])
+                sums[i * my_rows + j] = dot(q, k, 4 * j, sums[i * my_rows + j])
+
+    @device
+    def exchange(sums, count, upper, mask):
+        """Two lanes add their sums up, each of them half."""
+        for i in range(count // 2):
+            mine, other = sums[i], sums[count // 2 + i]
+            if upper:
+                mine, other = other, mine
+            sums[i] = mine + shuffle_xor(other, mask)
+
+    @device
+    def sum_logits(queries, keys, partial, thread):
+        sums = cuda.local.array(all_sums, types.float32)
+        k = cuda.local.array(wide, types.float32)
+        head, row = head_and_row(thread % tile_threads)
+        part = thread // tile_threads
+        for i in range(all_sums):
+            sums[i] = 0
+        vector = vector_of(part)
+        q_at, k_at = queries + head * size + 16 * vector, keys + row * size + 16 * vector
+        end = q_at + turns // 2 * 2 * apart
+        while q_at < end:
+            add_vector(sums, k, q_at, k_at)
+            add_vector(sums, k, q_at + apart, k_at + apart)
+            q_at += 2 * apart
+            k_at += 2 * apart
+        if turns % 2 > 0:
+            add_vector(sums, k, q_at, k_at)
+            q_at += apart
+            k_at += apart
+        if rest > 0:
+            if vector < rest:
+                add_vector(sums, k, q_at, k_at)
+        lane_part, first = part % warp_parts, i32(0)
+        for stage in range(stages):
+            mask, count = tile_threads << stage, all_sums >> stage
+            upper = (lane_part >> stage) & 1
+            if count > 1:
+                exchange(sums, count, upper != 0, mask)
+                first = i32(first + upper * (count // 2))
+            else:
+                sums[0] = sums[0] + shuffle_xor(sums[0], mask)
+        head = head + first // my_rows * head_step
+        at = partial + 4 * ((part // warp_parts * heads + head) * rows + row * my_rows + first % my_rows)
+        for i in range(last_heads):
+            if last_rows == VECTOR:
+                shared_put128(
+                    at + 4 * i * head_step * rows,
+                    sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3],
+                )  # fmt: skip
+            else:
+                for j in range(last_rows):
+                    shared_put(at + 4 * (i * head_step * rows + j), sums[i * last_rows + j])
 
     return sum_logits
+
+
+def _softmax(task: Attention):
+    """A function by which a block's threads turn a tile's logits into weights, and the largest logit so far of a head,
+    which its threads have, into the next one.
+
+    A thread has ``each`` rows of one head, and the next ones are its neighbours'. Rows stand in the order 0, step,
+    2 step, ..., 1, 1 + step, ...
+    """
+    shared, heads, rows, threads = task.shared, task.block_heads, task.block_rows, task.threads
+    each, partials, my_rows = shared.each, shared.partials, shared.tile_rows
+    lanes, row_step, run = rows // each, rows // my_rows, min(each, VECTOR)
+    partial_at, weights_at, factors_at = shared.partial, shared.weights, shared.factors
+
+    @device
+    def fetch_one(address):
+        return (shared_fetch(address),)
+
+    fetch_run = {1: fetch_one, 2: shared_fetch_pair, 4: shared_fetch128}[run]
+    stages = lanes.bit_length() - 1
+
+    @device
+    def weigh(memory, places, whole, scale, top, thread):
+        """The new top, by what the weights so far shrink, and the sum of the head's new weights."""
+        logits = cuda.local.array(each, types.float32)
+        head, lane = min(thread // lanes, heads - 1), thread % lanes
+        first = lane * each
+        row = first // my_rows + first % my_rows * row_step
+        raised = top
+        for i in range(0, each, run):
+            for j in range(run):
+                logits[i + j] = 0
+            for part in range(partials):
+                some = fetch_run(memory + partial_at + 4 * ((part * heads + head) * rows + first + i))
+                for j in range(run):
+                    logits[i + j] = logits[i + j] + some[j]
+        for i in range(each):
+            logits[i] = mul(logits[i], scale)
+            if not whole:
+                other = row + i // my_rows + i % my_rows * row_step
+                if shared_fetch64(places + 16 * other) == 0:
+                    logits[i] = float_of(_MINUS_INFINITY)
+            raised = larger(logits[i], raised)
+        for stage in range(stages):
+            raised = larger(shuffle_xor(raised, 1 << stage), raised)
+        shift = raised
+        if raised == float_of(_MINUS_INFINITY):  # no row yet: -inf less -inf is NaN
+            shift = float_of(0)
+        shrink, added = exp2(sub(top, shift)), float_of(0)
+        for i in range(each):
+            weight = exp2(sub(logits[i], shift))
+            other = row + i // my_rows + i % my_rows * row_step
+            if thread < heads * lanes:
+                shared_put(memory + weights_at + 4 * (other * heads + head), weight)
+            added = added + weight
+        for stage in range(stages):
+            added = added + shuffle_xor(added, 1 << stage)
+        if lane == 0 and thread < heads * lanes:
+            shared_put(memory + factors_at + 4 * head, shrink)
+        return raised, shrink, added
+
+    return weigh
+
+
+class Columns(NamedTuple):
+    """Which sums a thread has: ``width`` neighbouring columns of ``heads`` neighbouring heads, in each of ``turns``.
+
+    Attributes:
+        width: 1, 2 or 4.
+        heads: A power of two.
+        turns: A thread's columns stand so many threads apart.
+    """
+
+    width: int
+    heads: int
+    turns: int
+
+
+def columns_of(value_dim: int, heads: int, threads: int) -> Columns:
+    """The way to share a block's sums in which a row takes the least time: that of its products, four warps' at once,
+    or that of what they read of shared memory, 128 bytes at a time."""
+    found = []
+    for width in (4, 2, 1):
+        groups = 1
+        while groups <= min(heads, threads):
+            mine, turns = heads // groups, -(-value_dim // (width * (threads // groups)))
+            reads = turns + -(-mine // VECTOR)
+            issued, moved = turns * width * mine + reads, turns * width + -(-mine // VECTOR)
+            found.append((max(issued / 4, moved), issued, Columns(width, mine, turns)))
+            groups *= 2
+    return min(found)[2]
 
 
 def attend_kernel(task: AttendTask):
@@ -358,40 +591,49 @@ def attention_kernel(task: Attention, source: Source):
     ``q`` and ``result`` are (address, query stride, head stride); ``rows_of`` says how a query's rows are selected.
     """
     shared = task.shared
-    heads, rows, threads, parts = task.block_heads, task.block_rows, task.threads, shared.parts
+    heads, rows, threads = task.block_heads, task.block_rows, task.threads
     all_heads, group, value_dim, dim, size = task.heads, task.group, task.value_dim, shared.dim, shared.row
     head_blocks, group_blocks = task.head_blocks, -(-group // heads)
-    padded, columns = shared.padded, -(-value_dim // threads)
-    last_column, all_sums = padded - 1, heads * columns
-    keys_at, partial_at, logits_at, weights_at = shared.keys, shared.partial, shared.logits, shared.weights
-    values_at = shared.values
-    tops_at, factors_at, places_at = shared.tops, shared.factors, shared.places
+    padded, vectors = shared.padded, shared.padded // VECTOR
+    keys_at, values_at, partial_at, weights_at = shared.keys, shared.values, shared.partial, shared.weights
+    factors_at, places_at, lanes = shared.factors, shared.places, rows // shared.each
+    lookups, step_rows, some_rows = -(-rows // threads), 16 * rows, min(rows, 4)
     scaled, sinked, whole, q_bytes = task.scaled, task.sinked, task.whole, ELEMENT_BYTES[task.dtype]
     read_query = element_reader(task.dtype)
-    bounds_of, place_of, load_tile, prepare = source
-    sum_logits = _logit_summer(task)
+    bounds_of, entry_of, place_of, words_of, ahead, fetch_tile, load_tile, prepare = source
+    sum_logits, weigh = _logit_summer(task), _softmax(task)
+    width, my_heads, turns = columns_of(value_dim, heads, threads)
+    column_threads, my_columns, all_sums = threads * my_heads // heads, turns * width, turns * my_heads * width
+    last_column, run = -(-value_dim // width) - 1, min(my_heads, VECTOR)
     out_dtype = task.dtype if whole else "fp32"
-    out_bytes, write = ELEMENT_BYTES[out_dtype], element_writer(out_dtype)
-
-    together = min(heads, VECTOR)  # weights of a row that are read at once
+    out_bytes, write, encode = ELEMENT_BYTES[out_dtype], element_writer(out_dtype), encoder(out_dtype)
+    wide, put_pair = width == VECTOR and value_dim % VECTOR == 0, pair_putter(8)
 
     @device
-    def two_weights(address):
-        return shared_fetch(address), shared_fetch(address + 4)
+    def fetch_one(address):
+        return (shared_fetch(address),)
 
-    fetch_weights = shared_fetch128 if together == VECTOR else two_weights
+    fetchers = {1: fetch_one, 2: shared_fetch_pair, 4: shared_fetch128}
+    fetch_values, fetch_weights = fetchers[width], fetchers[run]
 
     @device
     def load_queries(q, query, first_head, last_head, shared_at, thread):
-        item = i32(thread)
-        while item < heads * padded:
-            head = item // padded
-            at = item - head * padded
-            x = float_of(0)
-            if first_head + head < last_head and at < dim:
-                x = read_query(q[0] + query * q[1] + (first_head + head) * q[2] + at * q_bytes)
-            shared_put(shared_at + head * size + 4 * at, x)
-            item = i32(item + threads)
+        for turn in range(-(-heads * vectors // threads)):
+            item = i32(thread + turn * threads)
+            head = item // vectors
+            at = VECTOR * (item - head * vectors)
+            if item < heads * vectors:
+                address = q[0] + query * q[1] + (first_head + head) * q[2] + at * q_bytes
+                a = b = c = d = float_of(0)
+                if first_head + head < last_head:
+                    a = read_query(address)
+                    if at + 1 < dim:
+                        b = read_query(address + q_bytes)
+                    if at + 2 < dim:
+                        c = read_query(address + 2 * q_bytes)
+                    if at + 3 < dim:
+                        d = read_query(address + 3 * q_bytes)
+                shared_put128(shared_at + head * size + 4 * at, a, b, c, d)
 
     @device
     def divisor_of(top, total, sink, head):
@@ -399,10 +641,72 @@ def attention_kernel(task: Attention, source: Source):
             total += exp2(sub(mul(fetch_float(sink + 4 * head), LOG2E), top))
         return total if total != 0 else float_of(0x3F800000)
 
+    @device
+    def shrink_sums(sums, factors):
+        for some in range(0, my_heads, run):
+            shrink = fetch_weights(factors + 4 * some)
+            for turn in range(turns):
+                for i in range(run):
+                    for column in range(width):
+                        at = (turn * my_heads + some + i) * width + column
+                        sums[at] = mul(sums[at], shrink[i])
+
+    @device
+    def add_row(row, sums, x, values, weights, column):
+        """A row's values times its weights, to a thread's sums [turns, my_heads, width]."""
+        values, weights = values + row * size, weights + 4 * row * heads
+        for turn in range(turns):
+            value = fetch_values(values + 4 * width * min(column + turn * column_threads, last_column))
+            for i in range(width):
+                x[turn * width + i] = value[i]
+        for some in range(0, my_heads, run):
+            weight = fetch_weights(weights + 4 * some)
+            for turn in range(turns):
+                for i in range(run):
+                    for column in range(width):
+                        at = (turn * my_heads + some + i) * width + column
+                        sums[at] = fma(weight[i], x[turn * width + column], sums[at])
+
+    add_rows = unrolled(add_row, some_rows)
+
+    @device
+    def write_columns(address, sums, first, scaling, left):
+        """A head's sums from one of a thread's columns on, as far as there are columns."""
+        if wide:
+            a, b = mul(sums[first], scaling), mul(sums[first + 1], scaling)
+            c, d = mul(sums[first + 2], scaling), mul(sums[first + 3], scaling)
+            if not whole:
+                put128(address, bits_of(a), bits_of(b), bits_of(c), bits_of(d))
+            elif address % 8 == 0:
+                put_pair(address, encode(a) | (encode(b) << 16), encode(c) | (encode(d) << 16))
+            else:
+                write(address, a)
+                write(address + out_bytes, b)
+                write(address + 2 * out_bytes, c)
+                write(address + 3 * out_bytes, d)
+        else:
+            for i in range(width):
+                if i < left:
+                    write(address + i * out_bytes, mul(sums[first + i], scaling))
+
+    # Four barriers a tile. What each of them keeps apart:
+    #   1  the last tile's sums, which read values, weights and factors, from this tile's rows, which take the place of
+    #      those values. It also shows all threads where the next tile's rows stand (written after the last barrier 4),
+    #      and tells whether all of them exist.
+    #   2  a tile's rows as they are written, from the logits that read them.
+    #   3  the partial sums as they are written, from the softmax that reads them: the next ones come after the next
+    #      tile's barriers 1 and 2.
+    #   4  weights and factors as they are written, from the sums that read them: the next ones come after the next
+    #      tile's barrier 3, so after its barrier 1. It also tells whether any head's largest logit was raised.
+    # Where rows stand is kept for three tiles: a tile's softmax reads its own (before barrier 4), threads that read
+    # ahead the next one's (after barrier 1), and those of the tile after it are written behind barrier 4, in the place
+    # of the last tile's, whose softmax all threads have left then.
     def kernel(q, cache, rows_of, result, lse, sink, cache_scale, scale, num_slots, block_stride, length, splits):
         memory = address_of(cuda.shared.array(0, types.float64))
-        accumulated = cuda.local.array(all_sums, types.float32)
-        value = cuda.local.array(columns, types.float32)
+        sums = cuda.local.array(all_sums, types.float32)
+        x = cuda.local.array(my_columns, types.float32)
+        words = cuda.local.array(words_of, types.int32)
+        entries = cuda.local.array(lookups, types.int64)
         thread = cuda.threadIdx.x
         block = i64(cuda.blockIdx.x)
         item = block // head_blocks
@@ -424,124 +728,111 @@ def attention_kernel(task: Attention, source: Source):
         load_queries(q, query, first_head, last_head, memory, thread)
         prepare(memory, rows_of, thread)
         for i in range(all_sums):
-            accumulated[i] = 0
-        total = float_of(0)
-        if thread < heads:
-            shared_put(memory + tops_at + 4 * thread, float_of(_MINUS_INFINITY))
+            sums[i] = 0
+        for i in range(words_of):
+            words[i] = 0
+        top, total = float_of(_MINUS_INFINITY), float_of(0)
         column = i32(dim + thread)
         while column < padded:  # what a vector reads behind a row
             for row in range(rows):
                 shared_put(memory + keys_at + row * size + 4 * column, float_of(0))
             column = i32(column + threads)
-        turn, there = i32(0), i32(1)
-        for i in range(-(-rows // threads)):
+        here = memory + places_at
+        coming, after = here + step_rows, here + 2 * step_rows
+        first_there, there = i32(1), i32(1)
+        for i in range(lookups):
             row = thread + i * threads
             if row < rows:
                 at = tile * rows + row
-                place, other = place_of(
-                    rows_of, table_row, at, count, begin, cache, cache_head, num_slots, block_stride
-                )
+                entry = entry_of(rows_of, table_row, at, count, begin)
+                place, other = place_of(entry, at, begin, cache, cache_head, num_slots, block_stride)
+                if place == 0:
+                    first_there = i32(0)
+                shared_put64(here + 16 * row, place)
+                shared_put64(here + 16 * row + 8, other)
+                at += rows
+                entry = entry_of(rows_of, table_row, at, count, begin)
+                place, other = place_of(entry, at, begin, cache, cache_head, num_slots, block_stride)
                 if place == 0:
                     there = i32(0)
-                shared_put64(memory + places_at + 16 * row, place)
-                shared_put64(memory + places_at + 16 * row + 8, other)
+                shared_put64(coming + 16 * row, place)
+                shared_put64(coming + 16 * row + 8, other)
+        whole_tile = cuda.syncthreads_and(first_there) != 0
+        if ahead and whole_tile:
+            fetch_tile(words, here, thread)
+        my_column = i32(thread % column_threads)
+        my_first = i32(thread // column_threads * my_heads)
         while tile < last:
-            places = memory + places_at + 16 * rows * turn
-            whole_tile = cuda.syncthreads_and(there) != 0
-            load_tile(memory, places, thread, whole_tile)
-            there = i32(1)
-            cuda.syncthreads()
+            whole_next = cuda.syncthreads_and(there) != 0  # 1
+            load_tile(memory, here, words, thread, whole_tile)
+            for i in range(lookups):
+                row = thread + i * threads
+                entries[i] = i64(-1)
+                if row < rows:
+                    entries[i] = entry_of(rows_of, table_row, (tile + 2) * rows + row, count, begin)
+            cuda.syncthreads()  # 2
             sum_logits(memory, memory + keys_at, memory + partial_at, thread)
-            cuda.syncthreads()
-            for i in range(-(-heads * rows // threads)):
-                at = i32(thread + i * threads)
-                if at < heads * rows:
-                    logit = float_of(_MINUS_INFINITY)
-                    if shared_fetch64(places + 16 * (at % rows)) != 0:
-                        logit = float_of(0)
-                        for part in range(parts):
-                            logit += shared_fetch(memory + partial_at + 4 * (part * heads * rows + at))
-                        logit = mul(logit, scale)
-                    shared_put(memory + logits_at + 4 * at, logit)
-            cuda.syncthreads()
-            for i in range(-(-heads * rows // threads)):
-                at = i32(thread + i * threads)
-                if at < heads * rows:
-                    head = at // rows
-                    row = at - head * rows
-                    top = shared_fetch(memory + tops_at + 4 * (heads * turn + head))
-                    raised = top
-                    for other in range(rows):
-                        raised = larger(shared_fetch(memory + logits_at + 4 * (head * rows + other)), raised)
-                    shift = raised
-                    if raised == float_of(_MINUS_INFINITY):  # no row yet: -inf less -inf is NaN
-                        shift = float_of(0)
-                    weight = exp2(sub(shared_fetch(memory + logits_at + 4 * at), shift))
-                    shared_put(memory + weights_at + 4 * (row * heads + head), weight)
-                    if row == 0:
-                        shared_put(memory + tops_at + 4 * (heads * (1 - turn) + head), raised)
-                        shared_put(memory + factors_at + 4 * head, exp2(sub(top, shift)))
-            for i in range(-(-rows // threads)):
+            if ahead and whole_next:
+                fetch_tile(words, coming, thread)
+            cuda.syncthreads()  # 3
+            raised, shrink, added = weigh(memory, here, whole_tile, scale, top, thread)
+            total = fma(total, shrink, added)
+            grown = i32(0)
+            if raised > top:
+                grown = i32(1)
+            top = raised
+            if cuda.syncthreads_or(grown) != 0:  # 4
+                shrink_sums(sums, memory + factors_at + 4 * my_first)
+            values, weights = memory + values_at, memory + weights_at + 4 * my_first
+            end = values + rows * size
+            while values < end:
+                add_rows(sums, x, values, weights, my_column)
+                values += some_rows * size
+                weights += some_rows * 4 * heads
+            there = i32(1)
+            for i in range(lookups):
                 row = thread + i * threads
                 if row < rows:
-                    at = (tile + 1) * rows + row
                     place, other = place_of(
-                        rows_of, table_row, at, count, begin, cache, cache_head, num_slots, block_stride
+                        i64(entries[i]), (tile + 2) * rows + row, begin, cache, cache_head, num_slots, block_stride
                     )
                     if place == 0:
                         there = i32(0)
-                    shared_put64(memory + places_at + 16 * (rows * (1 - turn) + row), place)
-                    shared_put64(memory + places_at + 16 * (rows * (1 - turn) + row) + 8, other)
-            cuda.syncthreads()
-            for head in range(heads):
-                shrink = shared_fetch(memory + factors_at + 4 * head)
-                for column in range(columns):
-                    accumulated[head * columns + column] = mul(accumulated[head * columns + column], shrink)
-            for row in range(rows):
-                for column in range(columns):
-                    at = min(thread + column * threads, last_column)
-                    value[column] = shared_fetch(memory + values_at + row * size + 4 * at)
-                for some in range(heads // together):
-                    weights = fetch_weights(memory + weights_at + 4 * (row * heads + some * together))
-                    for i in range(together):
-                        for column in range(columns):
-                            at = (some * together + i) * columns + column
-                            accumulated[at] = fma(weights[i], value[column], accumulated[at])
-            if thread < heads:
-                total = mul(total, shared_fetch(memory + factors_at + 4 * thread))
-                for row in range(rows):
-                    total += shared_fetch(memory + weights_at + 4 * (row * heads + thread))
-            turn = i32(1 - turn)
+                    shared_put64(after + 16 * row, place)
+                    shared_put64(after + 16 * row + 8, other)
+            here, coming, after = coming, after, here
+            whole_tile = whole_next
             tile += 1
         cuda.syncthreads()
-        if thread < heads:
-            head = first_head + thread
-            top = shared_fetch(memory + tops_at + 4 * (heads * turn + thread))
+        if thread % lanes == 0 and thread < heads * lanes:
+            block_head = thread // lanes
+            head = first_head + block_head
             logarithm = float_of(_MINUS_INFINITY)
             if total > 0 or total != total:
                 logarithm = top + log2(total)
             if head < last_head:
                 if whole:
-                    shared_put(memory + factors_at + 4 * thread, div(factor, divisor_of(top, total, sink, head)))
+                    shared_put(memory + factors_at + 4 * block_head, div(factor, divisor_of(top, total, sink, head)))
                     if lse != 0:
                         put_float(lse + 4 * (query * all_heads + head), mul(logarithm, LN2))
                 else:
                     shared_put(
-                        memory + factors_at + 4 * thread, div(factor, total if total != 0 else float_of(0x3F800000))
+                        memory + factors_at + 4 * block_head, div(factor, total if total != 0 else float_of(0x3F800000))
                     )
                     put_float(lse + 4 * ((query * all_heads + head) * splits + split), logarithm)
         cuda.syncthreads()
         base = result[0] + query * result[1]
         if not whole:
             base += split * value_dim * out_bytes
-        for head in range(heads):
-            if first_head + head < last_head:
-                scaling = shared_fetch(memory + factors_at + 4 * head)
-                for column in range(columns):
-                    at = thread + column * threads
+        for i in range(my_heads):
+            head = first_head + my_first + i
+            if head < last_head:
+                scaling = shared_fetch(memory + factors_at + 4 * (my_first + i))
+                for turn in range(turns):
+                    at = width * (my_column + turn * column_threads)
                     if at < value_dim:
-                        x = mul(accumulated[head * columns + column], scaling)
-                        write(base + (first_head + head) * result[2] + at * out_bytes, x)
+                        address = base + head * result[2] + at * out_bytes
+                        write_columns(address, sums, (turn * my_heads + i) * width, scaling, value_dim - at)
 
     return kernel
 

@@ -145,6 +145,9 @@ def attend_task(
         threads=config.threads,
         block_heads=config.block_heads,
         block_rows=config.block_rows,
+        tile_heads=config.tile_heads,
+        ahead=config.ahead,
+        resident=config.resident,
     )
 
 

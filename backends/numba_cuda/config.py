@@ -10,6 +10,7 @@ from mxkv.devices import Target
 from mxkv.splitting import parts_of
 
 VECTOR = 4  # fp32 of an access to shared memory
+WARP = 32
 SIMULATED_THREADS = 4  # the simulator runs a Python thread for each
 
 
@@ -63,44 +64,65 @@ class AttendConfig:
     """How an attention kernel is launched.
 
     Attributes:
-        threads: Of a block: block_heads * block_rows over a thread's share of them (:class:`Shared`), times a power of
-            two, and not fewer than block_heads.
+        threads: Of a block: a power of two, not fewer than block_heads, nor than block_heads * block_rows over what a
+            thread has of them (:class:`Shared`).
         block_heads: Heads of a block, a power of two of at least 2.
-        block_rows: Rows of a tile, a power of two of at least 2.
+        block_rows: Rows of a tile, a power of two, 2 to 32.
         blocks_per_unit: How many blocks a multiprocessor is to have: a query's rows are split where there are fewer.
+        tile_heads: Heads of which a thread sums logits, at most: 4 or 8.
+        ahead: Whether a thread reads its bytes of the next tile before it adds this one's values up.
+        resident: How many blocks a multiprocessor is to hold at once: the compiler gives a thread no more registers
+            than that allows.
     """
 
     threads: int
     block_heads: int
     block_rows: int
     blocks_per_unit: int
+    tile_heads: int = 8
+    ahead: bool = True
+    resident: int = 1
 
 
-_SIMULATED = AttendConfig(SIMULATED_THREADS, 4, 4, 1)
-MOST_SHARED = 99 << 10  # of compute capability 8.6; two blocks are to fit where there is more
+MOST_SHARED = 99 << 10  # of compute capability 8.6; where there is more, two blocks are to fit
 _LEAST_TILES = 2  # of a split
 
 
 def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
     """Every configuration that is worth trying and fits a block's shared memory; the best guess comes first."""
     if settings.numba_simulated():
-        return (_SIMULATED, AttendConfig(2, 2, 4, 2))
+        return (
+            AttendConfig(SIMULATED_THREADS, 4, 4, 1, 4),
+            AttendConfig(2, 2, 4, 2, 4, False),
+        )
     heads = 2
     while heads < min(spec.heads, 16):
         heads *= 2
+    few = max(heads // 2, 2)
     found = [
-        AttendConfig(threads, block_heads, block_rows, blocks)
-        for block_heads, block_rows in ((heads, 16), (heads, 8), (max(heads // 2, 2), 16), (8, 8), (4, 4), (2, 2))
-        for threads in (256, 128)
-        for blocks in (3, 2, 6)
+        AttendConfig(threads, block_heads, block_rows, blocks, tile_heads, ahead, resident)
+        for threads, block_heads, block_rows, tile_heads, resident in (
+            (128, heads, 16, 8, 3),
+            (256, 32, 16, 8, 2),
+            (128, heads, 8, 8, 4),
+            (128, heads, 16, 4, 3),
+            (128, few, 16, 8, 4),
+            (128, few, 8, 8, 4),
+            (128, heads, 4, 8, 4),
+            (128, 4, 4, 4, 4),
+            (128, 2, 2, 4, 4),
+        )
+        for ahead in (True, False)
+        for blocks in (2 * resident, resident)
+        if block_heads <= max(heads, spec.heads)
     ]
     return tuple(dict.fromkeys(config for config in found if fits(spec, target, config)))
 
 
 def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
     """Whether a block's shared memory holds its tiles."""
-    shared = Shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows)
-    return shared.bytes <= min(target.shared_memory, MOST_SHARED)
+    needed = Shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows, config.tile_heads).bytes
+    return needed <= max(min(target.shared_memory, MOST_SHARED), target.shared_memory // 2)
 
 
 def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:
@@ -113,11 +135,12 @@ def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, c
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """A block's shared memory: where its parts start, in bytes.
+    """A block's shared memory: where its parts start, in bytes; and how its threads share the logits of a tile.
 
     Attributes:
         dim: Values of a row.
         threads, block_heads, block_rows: Of a block.
+        most_heads: Heads of which a thread sums logits, at most.
         apart: Whether keys and values are different rows.
         table: fp32 numbers that a block keeps beside them.
     """
@@ -126,13 +149,14 @@ class Shared:
     threads: int
     block_heads: int
     block_rows: int
+    most_heads: int
     apart: bool = False
     table: int = 0
 
     @property
     def tile_heads(self) -> int:
         """Heads of which a thread sums logits."""
-        return min(self.block_heads, 4)
+        return min(self.block_heads, self.most_heads)
 
     @property
     def tile_rows(self) -> int:
@@ -140,9 +164,29 @@ class Shared:
         return min(self.block_rows, 4)
 
     @property
+    def tile_threads(self) -> int:
+        """How many threads have one part of the dims of all logits."""
+        return self.block_heads * self.block_rows // (self.tile_heads * self.tile_rows)
+
+    @property
     def parts(self) -> int:
         """Into how many parts the dims of a logit are split."""
-        return self.threads * self.tile_heads * self.tile_rows // (self.block_heads * self.block_rows)
+        return self.threads // self.tile_threads
+
+    @property
+    def warp_parts(self) -> int:
+        """How many of these the lanes of one warp have, which add them up among themselves."""
+        return max(min(self.threads, WARP) // self.tile_threads, 1)
+
+    @property
+    def partials(self) -> int:
+        """How many sums of a logit are left then."""
+        return self.parts // self.warp_parts
+
+    @property
+    def each(self) -> int:
+        """Logits of which a thread makes weights: of one head."""
+        return max(self.block_heads * self.block_rows // self.threads, 1)
 
     @property
     def padded(self) -> int:
@@ -151,7 +195,7 @@ class Shared:
     @property
     def row(self) -> int:
         """From one row to the next; neighbouring rows stand in different banks."""
-        return 4 * (self.padded + VECTOR)
+        return 4 * (self.padded + VECTOR * (1 + self.padded // VECTOR % 2))
 
     @property
     def keys(self) -> int:
@@ -163,37 +207,27 @@ class Shared:
 
     @property
     def partial(self) -> int:
-        """Logits [parts, HEADS, ROWS], not yet added up."""
+        """Logits [partials, HEADS, ROWS], not yet added up."""
         return self.values + self.block_rows * self.row
-
-    @property
-    def logits(self) -> int:
-        """[HEADS, ROWS]."""
-        return self.partial + 4 * self.parts * self.block_heads * self.block_rows
 
     @property
     def weights(self) -> int:
         """[ROWS, HEADS]."""
-        return self.logits + 4 * self.block_heads * self.block_rows
-
-    @property
-    def tops(self) -> int:
-        """The largest logits so far, before a tile and after it, by turns [2, HEADS]."""
-        return self.weights + 4 * self.block_heads * self.block_rows
+        return self.partial + 4 * self.partials * self.block_heads * self.block_rows
 
     @property
     def factors(self) -> int:
         """What the sums so far are multiplied by [HEADS]."""
-        return self.tops + 8 * self.block_heads
+        return self.weights + 4 * self.block_heads * self.block_rows
 
     @property
     def places(self) -> int:
-        """Where a tile's rows stand, and the next one's, by turns: values and scales [2, ROWS, 2] int64."""
+        """Where the rows of three tiles stand, by turns: values and scales [3, ROWS, 2] int64."""
         return -(-(self.factors + 4 * self.block_heads) // 16) * 16
 
     @property
     def tables(self) -> int:
-        return self.places + 32 * self.block_rows
+        return self.places + 3 * 16 * self.block_rows
 
     @property
     def bytes(self) -> int:

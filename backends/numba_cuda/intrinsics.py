@@ -200,17 +200,23 @@ shared_fetch, shared_fetch64 = _shared_fetch(_FLOAT, types.float32, 4), _shared_
 shared_put, shared_put64 = _shared_put(_FLOAT, types.float32, 4), _shared_put(_I64, types.int64, 8)
 
 
-@intrinsic
-def shared_fetch128(typing, address):
-    """Four fp32."""
+def _shared_fetch_some(count):
+    """A function that fetches so many fp32 at once."""
 
-    def generate(context, builder, signature, arguments):
-        value = builder.load(_shared_pointer(builder, arguments[0], ir.VectorType(_FLOAT, 4)))
-        value.align = 16
-        parts = [builder.extract_element(value, ir.Constant(_I32, i)) for i in range(4)]
-        return context.make_tuple(builder, signature.return_type, parts)
+    @intrinsic
+    def fetch(typing, address):
+        def generate(context, builder, signature, arguments):
+            value = builder.load(_shared_pointer(builder, arguments[0], ir.VectorType(_FLOAT, count)))
+            value.align = 4 * count
+            parts = [builder.extract_element(value, ir.Constant(_I32, i)) for i in range(count)]
+            return context.make_tuple(builder, signature.return_type, parts)
 
-    return types.UniTuple(types.float32, 4)(types.int64), generate
+        return types.UniTuple(types.float32, count)(types.int64), generate
+
+    return fetch
+
+
+shared_fetch_pair, shared_fetch128 = _shared_fetch_some(2), _shared_fetch_some(4)
 
 
 @intrinsic

@@ -52,7 +52,8 @@ class AttendKVTask:
         table_bytes, length_bytes, start_bytes: Of blocks, of lengths, of where queries start.
         sinked: Whether a logit for each head joins the denominator.
         whole: Whether one split is all.
-        threads, block_heads, block_rows: See :class:`~mxkv.backends.numba_cuda.config.AttendConfig`.
+        threads, block_heads, block_rows, tile_heads, resident: See
+            :class:`~mxkv.backends.numba_cuda.config.AttendConfig`.
     """
 
     record: KVRecord
@@ -68,6 +69,8 @@ class AttendKVTask:
     threads: int
     block_heads: int
     block_rows: int
+    tile_heads: int
+    resident: int
 
     @property
     def scaled(self) -> bool:
@@ -87,12 +90,17 @@ class AttendKVTask:
 
     @property
     def shared(self) -> Shared:
-        return shared_of(self.record.dim, self.threads, self.block_heads, self.block_rows)
+        return shared_of(self.record.dim, self.threads, self.block_heads, self.block_rows, self.tile_heads)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """A block's threads, and how many blocks a multiprocessor is to hold."""
+        return self.threads, self.resident
 
 
-def shared_of(dim: int, threads: int, block_heads: int, block_rows: int) -> Shared:
+def shared_of(dim: int, threads: int, block_heads: int, block_rows: int, tile_heads: int) -> Shared:
     """A block's shared memory."""
-    return Shared(dim, threads, block_heads, block_rows, apart=True, table=TABLE)
+    return Shared(dim, threads, block_heads, block_rows, tile_heads, apart=True, table=TABLE)
 
 
 def kv_source(task: AttendKVTask) -> Source:
@@ -144,15 +152,16 @@ def kv_source(task: AttendKVTask) -> Source:
         return begin, max(min(known, last + 1) - begin, 0), sequence
 
     @device
-    def place_of(rows_of, sequence, at, count, begin, cache, cache_head, num_blocks, block_stride):
+    def entry_of(rows_of, sequence, at, count, begin):
         if at >= count:
-            return i64(0), i64(0)
-        row = begin + at
-        index = row // block_size
-        block = fetch_index(rows_of[0] + sequence * rows_of[1] + index * rows_of[2], table_bytes)
+            return i64(-1)
+        return fetch_index(rows_of[0] + sequence * rows_of[1] + (begin + at) // block_size * rows_of[2], table_bytes)
+
+    @device
+    def place_of(block, at, begin, cache, cache_head, num_blocks, block_stride):
         if block < 0 or block >= num_blocks:
             return i64(0), i64(0)
-        return find_place(cache, block, row - index * block_size, cache_head, block_stride)
+        return find_place(cache, block, (begin + at) % block_size, cache_head, block_stride)
 
     @device
     def put_key(memory, target, codes, numbers, at):
@@ -173,7 +182,11 @@ def kv_source(task: AttendKVTask) -> Source:
             shared_put(target + 4 * i, add(mul(float_of_code((word >> (value_bits * i)) & most), scale), zero))
 
     @device
-    def load_tile(memory, places, thread, whole):
+    def fetch_tile(words, places, thread):
+        pass
+
+    @device
+    def load_tile(memory, places, words, thread, whole):
         for turn in range(turns):
             item = i32(thread + turn * threads)
             if item < rows * octets:
@@ -196,7 +209,7 @@ def kv_source(task: AttendKVTask) -> Source:
             rotate(memory, memory + keys_at, rows_of[11], thread)
             barrier()
 
-    return Source(bounds_of, place_of, load_tile, prepare)
+    return Source(bounds_of, entry_of, place_of, 1, False, fetch_tile, load_tile, prepare)
 
 
 def attend_kv_kernel(task: AttendKVTask):

@@ -113,6 +113,10 @@ def shared_fetch128(address):
     return tuple((ctypes.c_float * 4).from_address(address))
 
 
+def shared_fetch_pair(address):
+    return tuple((ctypes.c_float * 2).from_address(address))
+
+
 def shared_put128(address, a, b, c, d):
     for i, value in enumerate((a, b, c, d)):
         put_float(address + 4 * i, value)
@@ -124,3 +128,14 @@ def truncated(x):
 
 def barrier():
     threading.current_thread().syncthreads()
+
+
+def shuffle_xor(x, mask):
+    """Every thread of the block has to call it, so that a barrier can stand for a warp that runs in step."""
+    thread = threading.current_thread()
+    numbers = vars(thread._manager).setdefault("shuffled", {})
+    numbers[thread.thread_id] = x
+    thread.syncthreads()
+    found = numbers[thread.thread_id ^ mask]
+    thread.syncthreads()
+    return found

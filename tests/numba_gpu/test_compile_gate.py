@@ -108,7 +108,7 @@ def attend_case(
             q, cache, torch.empty_like(q), *selected, BY_NAME[name].spec, None, torch.zeros(3), None, None, None
         )
         # What fits compute capability 5.0.
-        launch = config.AttendConfig(128, 4, 8, 2)
+        launch = config.AttendConfig(128, 4, 8, 2, 8, True, 3)
         task = attention.attend_task(spec, 0, 4, 4 * (selection == "pages"), whole, launch)
         if reduce:
             return task, attend.reduce_kernel, attention.REDUCE_ARGUMENTS
