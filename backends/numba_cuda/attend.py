@@ -25,6 +25,7 @@ from mxkv.backends.numba_cuda.config import VECTOR, Shared
 from mxkv.backends.numba_cuda.load import step_decoder
 from mxkv.backends.numba_cuda.primitives import (
     address_of,
+    anew,
     bits_of,
     device,
     div,
@@ -65,7 +66,6 @@ LN2 = math.log(2.0)
 _BF16_MAX = 0x7F7F0000
 _MINUS_INFINITY = -0x800000
 _PAIR = 2
-_WORDS = 4  # int32 of a step's bytes and scale
 _UNDER_WAY = 4  # steps that a thread reads at a time
 _MOST_AHEAD = 8  # steps that it reads ahead
 
@@ -226,25 +226,38 @@ def latent_source(task: AttendTask) -> Source:
     def prepare(memory, rows, thread):
         pass
 
-    return Source(bounds_of, entry_of, place_of, *_tile_loader(task), prepare)
+    loader = tile_loader(latent_steps(task), task.block_rows, task.threads, task.ahead)
+    return Source(bounds_of, entry_of, place_of, *loader, prepare)
 
 
-def _tile_loader(task: AttendTask):
-    """What a block reads its tiles with: see the last fields but one of :class:`Source`."""
-    record, rows, threads = task.record, task.block_rows, task.threads
-    step, dim, body, size, keys_at = record.step, record.dim, record.body, task.shared.row, task.shared.keys
+class Steps(NamedTuple):
+    """How a row is read, step by step: a row has so many ``lines`` of them.
+
+    Attributes:
+        lines: Steps of a row.
+        words: int32 of a step's bytes and scales.
+        tailed: Whether some steps are of a tail, which is read in another way.
+        is_tail: Whether a line is.
+        fetch: From a row's two addresses and a line (and whether it is of the tail) to its words.
+        put: By it a thread decodes them into shared memory, whose address comes first, then the row.
+        clear: By it a thread puts zeros there.
+    """
+
+    lines: int
+    words: int
+    tailed: bool
+    is_tail: Any
+    fetch: Any
+    put: Any
+    clear: Any
+
+
+def latent_steps(task: AttendTask) -> Steps:
+    """A latent row's."""
+    record, step, dim, body = task.record, task.record.step, task.record.dim, task.record.body
+    size, keys_at = task.shared.row, task.shared.keys
     skipped = dim % 2 if step == _PAIR else 0
-    steps = -(-dim // step)
-    items, tailed = rows * steps, body < dim
-    turns = -(-items // threads)
-    ahead = task.ahead and turns <= _MOST_AHEAD
-    batch = turns if ahead else min(turns, _UNDER_WAY)
-    even = items % (threads * batch) == 0  # else several threads do the last item, so that all have one
-    regular = threads % steps == 0  # all items of a thread begin with the same element
-    in_step = tailed and regular
-    mixed = tailed and not in_step
     fetch_body, fetch_tail, decode_body, decode_tail, is_plain = step_decoder(record, False)
-    octets = step != _PAIR
 
     @device
     def tidy(x):
@@ -279,64 +292,104 @@ def _tile_loader(task: AttendTask):
     def zeros_two():
         return float_of(0), float_of(0)
 
-    put, tidy_step, zeros = (put_eight, tidy_eight, zeros_eight) if octets else (put_two, tidy_two, zeros_two)
+    octets = step != _PAIR
+    put_step, tidy_step, zeros = (put_eight, tidy_eight, zeros_eight) if octets else (put_two, tidy_two, zeros_two)
+
+    @device
+    def is_tail(line):
+        return line * step - skipped >= body
+
+    @device
+    def fetch(values_at, scales_at, line, of_tail):
+        at = line * step - skipped
+        if of_tail:
+            return fetch_tail(values_at, at)
+        return fetch_body(values_at, scales_at, i32(at))
+
+    @device
+    def put(memory, row, line, words, of_tail):
+        at = line * step - skipped
+        address = memory + keys_at + row * size + 4 * at
+        if of_tail:
+            put_step(address, decode_tail(words), at >= 0)
+        else:
+            x = decode_body(words, float_of(0x3F800000))
+            if not is_plain(words):
+                x = tidy_step(x)
+            put_step(address, x, at >= 0)
+
+    @device
+    def clear(memory, row, line):
+        at = line * step - skipped
+        put_step(memory + keys_at + row * size + 4 * at, zeros(), at >= 0)
+
+    return Steps(-(-dim // step), 4, body < dim, is_tail, fetch, put, clear)
+
+
+def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tuple[int, bool, Any, Any]:
+    """What a block reads its tiles with: see the last fields but one of :class:`Source`."""
+    lines, count, tailed, is_tail, fetch, put, clear = steps
+    items = rows * lines
+    turns = -(-items // threads)
+    ahead = read_ahead and turns <= _MOST_AHEAD
+    batch = turns if ahead else min(turns, _UNDER_WAY)
+    even = items % (threads * batch) == 0  # else several threads do the last item, so that all have one
+    regular = threads % lines == 0  # a thread's items all have the same line
+    mixed = tailed and not regular
 
     @device
     def item_of(thread, turn):
-        """A row and an element of it."""
+        """A row and a line of it."""
         if regular:
-            row, line = thread // steps + turn * (threads // steps), thread % steps
+            row, line = thread // lines + turn * (threads // lines), thread % lines
             if not even:
                 row = min(row, rows - 1)
         else:
             item = thread + turn * threads
             if not even:
                 item = min(item, items - 1)
-            row = item // steps
-            line = item - row * steps
-        return i32(row), i32(line * step - skipped)
-
-    @device
-    def fetch(places, row, at, of_tail):
-        values_at = shared_fetch64(places + 16 * row)
-        if of_tail:
-            return fetch_tail(values_at, at)
-        return fetch_body(values_at, shared_fetch64(places + 16 * row + 8), at)
-
-    @device
-    def put_item(memory, row, at, words, of_tail):
-        address = memory + keys_at + row * size + 4 * at
-        if of_tail:
-            put(address, decode_tail(words), at >= 0)
-        else:
-            x = decode_body(words, float_of(0x3F800000))
-            if not is_plain(words):
-                x = tidy_step(x)
-            put(address, x, at >= 0)
+            row = item // lines
+            line = item - row * lines
+        return row, line
 
     @device
     def fetch_item(turn, words, places, thread, first, of_tail):
-        row, at = item_of(thread, first + turn)
-        some = fetch(places, row, at, of_tail or (mixed and at >= body))
-        for i in range(_WORDS):
-            words[_WORDS * turn + i] = some[i]
+        row, line = item_of(thread, first + turn)
+        values_at, scales_at = shared_fetch64(places + 16 * row), shared_fetch64(places + 16 * row + 8)
+        some = fetch(values_at, scales_at, line, of_tail or (mixed and is_tail(line)))
+        for i in range(count):
+            words[count * turn + i] = some[i]
 
     @device
     def put_fetched(turn, memory, words, thread, first, of_tail):
-        row, at = item_of(thread, first + turn)
-        i = _WORDS * turn
-        some = word_of(words[i]), word_of(words[i + 1]), word_of(words[i + 2]), word_of(words[i + 3])
-        put_item(memory, row, at, some, of_tail or (mixed and at >= body))
+        row, line = item_of(thread, first + turn)
+        put(memory, row, line, words_of(words, count * turn), of_tail or (mixed and is_tail(line)))
 
+    @device
+    def word(words, at):
+        return i32(i64(words[at]))
+
+    @device
+    def four_words(words, at):
+        return word(words, at), word(words, at + 1), word(words, at + 2), word(words, at + 3)
+
+    @device
+    def six_words(words, at):
+        return (
+            word(words, at), word(words, at + 1), word(words, at + 2),
+            word(words, at + 3), word(words, at + 4), word(words, at + 5),
+        )  # fmt: skip
+
+    words_of = {4: four_words, 6: six_words}[count]
     fetch_items, put_items = unrolled(fetch_item, batch), unrolled(put_fetched, batch)
 
     @device
-    def of_tail(thread):
-        return in_step and i32(thread % steps * step - skipped) >= body
+    def all_tail(thread):
+        return tailed and regular and is_tail(thread % lines)
 
     @device
     def fetch_tile(words, places, thread):
-        if of_tail(thread):
+        if all_tail(thread):
             fetch_items(words, places, thread, 0, True)
         else:
             fetch_items(words, places, thread, 0, False)
@@ -345,7 +398,7 @@ def _tile_loader(task: AttendTask):
     def load_whole(memory, places, words, thread):
         """All rows exist: reads need no branch, so that several are on their way at a time."""
         for first in range(0, turns, batch):
-            if of_tail(thread):
+            if all_tail(thread):
                 if not ahead:
                     fetch_items(words, places, thread, first, True)
                 put_items(memory, words, thread, first, True)
@@ -359,25 +412,19 @@ def _tile_loader(task: AttendTask):
         if whole:
             load_whole(memory, places, words, thread)
             return
-        item = i32(thread)
-        while item < items:
-            row = item // steps
-            at = i32((item - row * steps) * step - skipped)
-            if shared_fetch64(places + 16 * row) == 0:
-                put(memory + keys_at + row * size + 4 * at, zeros(), at >= 0)
-            elif tailed and at >= body:
-                put_item(memory, row, at, fetch(places, row, at, True), True)
+        turn = i32(0)
+        while turn < turns:
+            row, line = item_of(thread, turn)
+            values_at, scales_at = shared_fetch64(places + 16 * row), shared_fetch64(places + 16 * row + 8)
+            if values_at == 0:
+                clear(memory, row, line)
+            elif tailed and is_tail(line):
+                put(memory, row, line, fetch(values_at, scales_at, line, True), True)
             else:
-                put_item(memory, row, at, fetch(places, row, at, False), False)
-            item = i32(item + threads)
+                put(memory, row, line, fetch(values_at, scales_at, line, False), False)
+            turn = i32(turn + 1)
 
-    return _WORDS * batch, ahead, fetch_tile, load_tile
-
-
-@device
-def word_of(word):
-    """An int32 out of an array."""
-    return i32(i64(word))
+    return count * batch, ahead, fetch_tile, load_tile
 
 
 def _logit_summer(task: Attention):
@@ -449,16 +496,12 @@ def _logit_summer(task: Attention):
             sums[i] = 0
         vector = vector_of(part)
         q_at, k_at = queries + head * size + 16 * vector, keys + row * size + 16 * vector
-        end = q_at + turns // 2 * 2 * apart
-        while q_at < end:
-            add_vector(sums, k, q_at, k_at)
-            add_vector(sums, k, q_at + apart, k_at + apart)
-            q_at += 2 * apart
-            k_at += 2 * apart
-        if turns % 2 > 0:
+        turn = i32(0)
+        while turn < turns:
             add_vector(sums, k, q_at, k_at)
             q_at += apart
             k_at += apart
+            turn = i32(turn + 1)
         if rest > 0:
             if vector < rest:
                 add_vector(sums, k, q_at, k_at)
@@ -493,7 +536,7 @@ def _softmax(task: Attention):
     A thread has ``each`` rows of one head, and the next ones are its neighbours'. Rows stand in the order 0, step,
     2 step, ..., 1, 1 + step, ...
     """
-    shared, heads, rows, threads = task.shared, task.block_heads, task.block_rows, task.threads
+    shared, heads, rows = task.shared, task.block_heads, task.block_rows
     each, partials, my_rows = shared.each, shared.partials, shared.tile_rows
     lanes, row_step, run = rows // each, rows // my_rows, min(each, VECTOR)
     partial_at, weights_at, factors_at = shared.partial, shared.weights, shared.factors
@@ -617,6 +660,16 @@ def attention_kernel(task: Attention, source: Source):
     fetch_values, fetch_weights = fetchers[width], fetchers[run]
 
     @device
+    def work_of(block, splits):
+        """A block's query and split, its head of the cache, its first head and the one that ends its group."""
+        item = block // head_blocks
+        head_block = i32(block - item * head_blocks)
+        cache_head = i32(head_block // group_blocks)
+        first_head = cache_head * group + (head_block - cache_head * group_blocks) * heads
+        query = item // splits
+        return query, item - query * splits, cache_head, first_head, cache_head * group + group
+
+    @device
     def load_queries(q, query, first_head, last_head, shared_at, thread):
         for turn in range(-(-heads * vectors // threads)):
             item = i32(thread + turn * threads)
@@ -640,6 +693,17 @@ def attention_kernel(task: Attention, source: Source):
         if sinked and total > 0:
             total += exp2(sub(mul(fetch_float(sink + 4 * head), LOG2E), top))
         return total if total != 0 else float_of(0x3F800000)
+
+    @device
+    def forget_word(i, words):
+        words[i] = 0
+
+    forget = unrolled(forget_word, words_of)
+
+    @device
+    def columns_at(thread):
+        """A thread's first column, in units of ``width``, and its first head."""
+        return i32(thread % column_threads), i32(thread // column_threads * my_heads)
 
     @device
     def shrink_sums(sums, factors):
@@ -708,19 +772,12 @@ def attention_kernel(task: Attention, source: Source):
         words = cuda.local.array(words_of, types.int32)
         entries = cuda.local.array(lookups, types.int64)
         thread = cuda.threadIdx.x
-        block = i64(cuda.blockIdx.x)
-        item = block // head_blocks
-        head_block = i32(block - item * head_blocks)
-        cache_head = head_block // group_blocks
-        first_head = cache_head * group + (head_block - cache_head * group_blocks) * heads
-        last_head = cache_head * group + group
-        query = item // splits
-        split = item - query * splits
+        query, split, cache_head, first_head, last_head = work_of(i32(cuda.blockIdx.x), splits)
         begin, count, table_row = bounds_of(rows_of, query, length)
         tiles = (count + rows - 1) // rows
         share = (tiles + splits - 1) // splits
-        tile, last = split * share, min(split * share + share, tiles)
-        count = min(count, last * rows)
+        tile, last = i32(split * share), i32(min(split * share + share, tiles))
+        count = min(count, i64(last) * rows)
         factor = float_of(0x3F800000)
         if scaled:  # the same for every value: it stays out of the products
             factor = fetch_float(cache_scale)
@@ -729,8 +786,7 @@ def attention_kernel(task: Attention, source: Source):
         prepare(memory, rows_of, thread)
         for i in range(all_sums):
             sums[i] = 0
-        for i in range(words_of):
-            words[i] = 0
+        forget(words)
         top, total = float_of(_MINUS_INFINITY), float_of(0)
         column = i32(dim + thread)
         while column < padded:  # what a vector reads behind a row
@@ -743,7 +799,7 @@ def attention_kernel(task: Attention, source: Source):
         for i in range(lookups):
             row = thread + i * threads
             if row < rows:
-                at = tile * rows + row
+                at = i64(tile) * rows + row
                 entry = entry_of(rows_of, table_row, at, count, begin)
                 place, other = place_of(entry, at, begin, cache, cache_head, num_slots, block_stride)
                 if place == 0:
@@ -760,8 +816,6 @@ def attention_kernel(task: Attention, source: Source):
         whole_tile = cuda.syncthreads_and(first_there) != 0
         if ahead and whole_tile:
             fetch_tile(words, here, thread)
-        my_column = i32(thread % column_threads)
-        my_first = i32(thread // column_threads * my_heads)
         while tile < last:
             whole_next = cuda.syncthreads_and(there) != 0  # 1
             load_tile(memory, here, words, thread, whole_tile)
@@ -769,24 +823,29 @@ def attention_kernel(task: Attention, source: Source):
                 row = thread + i * threads
                 entries[i] = i64(-1)
                 if row < rows:
-                    entries[i] = entry_of(rows_of, table_row, (tile + 2) * rows + row, count, begin)
+                    entries[i] = entry_of(rows_of, table_row, (i64(tile) + 2) * rows + row, count, begin)
             cuda.syncthreads()  # 2
-            sum_logits(memory, memory + keys_at, memory + partial_at, thread)
-            if ahead and whole_next:
-                fetch_tile(words, coming, thread)
+            sum_logits(memory, memory + keys_at, memory + partial_at, anew(thread))
+            if ahead:
+                if whole_next:
+                    fetch_tile(words, coming, thread)
+                else:  # no register need keep the last ones
+                    forget(words)
             cuda.syncthreads()  # 3
-            raised, shrink, added = weigh(memory, here, whole_tile, scale, top, thread)
+            raised, shrink, added = weigh(memory, here, whole_tile, scale, top, anew(thread))
             total = fma(total, shrink, added)
             grown = i32(0)
             if raised > top:
                 grown = i32(1)
             top = raised
+            my_column, my_first = columns_at(anew(thread))
             if cuda.syncthreads_or(grown) != 0:  # 4
                 shrink_sums(sums, memory + factors_at + 4 * my_first)
             values, weights = memory + values_at, memory + weights_at + 4 * my_first
-            end = values + rows * size
-            while values < end:
+            done = i32(0)
+            while done < rows:
                 add_rows(sums, x, values, weights, my_column)
+                done = i32(done + some_rows)
                 values += some_rows * size
                 weights += some_rows * 4 * heads
             there = i32(1)
@@ -794,7 +853,7 @@ def attention_kernel(task: Attention, source: Source):
                 row = thread + i * threads
                 if row < rows:
                     place, other = place_of(
-                        i64(entries[i]), (tile + 2) * rows + row, begin, cache, cache_head, num_slots, block_stride
+                        i64(entries[i]), (i64(tile) + 2) * rows + row, begin, cache, cache_head, num_slots, block_stride
                     )
                     if place == 0:
                         there = i32(0)
@@ -802,8 +861,10 @@ def attention_kernel(task: Attention, source: Source):
                     shared_put64(after + 16 * row + 8, other)
             here, coming, after = coming, after, here
             whole_tile = whole_next
-            tile += 1
+            tile = i32(tile + 1)
         cuda.syncthreads()
+        thread = anew(thread)
+        query, split, cache_head, first_head, last_head = work_of(anew(cuda.blockIdx.x), splits)
         if thread % lanes == 0 and thread < heads * lanes:
             block_head = thread // lanes
             head = first_head + block_head
@@ -821,6 +882,7 @@ def attention_kernel(task: Attention, source: Source):
                     )
                     put_float(lse + 4 * ((query * all_heads + head) * splits + split), logarithm)
         cuda.syncthreads()
+        my_column, my_first = columns_at(thread)
         base = result[0] + query * result[1]
         if not whole:
             base += split * value_dim * out_bytes

@@ -161,7 +161,8 @@ class AttendKVLaunch:
             task = AttendKVTask(
                 record_of(spec, address), spec.query_heads, DTYPES[spec.dtype], spec.packed, spec.windowed,
                 table_bytes, length_bytes, start_bytes, spec.sinked, whole,
-                config.threads, config.block_heads, config.block_rows, config.tile_heads, config.resident,
+                config.threads, config.block_heads, config.block_rows, config.tile_heads, config.ahead,
+                config.resident,
             )  # fmt: skip
             run = kernel_of(task, attend_kv_kernel, ATTEND_ARGUMENTS, spec.device)
             merge = None if whole else kernel_of(task, reduce_kernel, REDUCE_ARGUMENTS, spec.device)

@@ -139,3 +139,7 @@ def shuffle_xor(x, mask):
     found = numbers[thread.thread_id ^ mask]
     thread.syncthreads()
     return found
+
+
+def anew(x):
+    return x
