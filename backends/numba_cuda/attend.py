@@ -636,7 +636,7 @@ def attention_kernel(task: Attention, source: Source):
     shared = task.shared
     heads, rows, threads = task.block_heads, task.block_rows, task.threads
     all_heads, group, value_dim, dim, size = task.heads, task.group, task.value_dim, shared.dim, shared.row
-    head_blocks, group_blocks = task.head_blocks, -(-group // heads)
+    head_blocks, group_blocks, last_thread = task.head_blocks, -(-group // heads), threads - 1
     padded, vectors = shared.padded, shared.padded // VECTOR
     keys_at, values_at, partial_at, weights_at = shared.keys, shared.values, shared.partial, shared.weights
     factors_at, places_at, lanes = shared.factors, shared.places, rows // shared.each
@@ -658,6 +658,11 @@ def attention_kernel(task: Attention, source: Source):
 
     fetchers = {1: fetch_one, 2: shared_fetch_pair, 4: shared_fetch128}
     fetch_values, fetch_weights = fetchers[width], fetchers[run]
+
+    @device
+    def again(thread):
+        """A thread's number, from which a turn of the loop derives its addresses anew: registers are few."""
+        return i32(anew(thread) & last_thread)
 
     @device
     def work_of(block, splits):
@@ -771,7 +776,7 @@ def attention_kernel(task: Attention, source: Source):
         x = cuda.local.array(my_columns, types.float32)
         words = cuda.local.array(words_of, types.int32)
         entries = cuda.local.array(lookups, types.int64)
-        thread = cuda.threadIdx.x
+        thread = i32(cuda.threadIdx.x & last_thread)
         query, split, cache_head, first_head, last_head = work_of(i32(cuda.blockIdx.x), splits)
         begin, count, table_row = bounds_of(rows_of, query, length)
         tiles = (count + rows - 1) // rows
@@ -825,20 +830,20 @@ def attention_kernel(task: Attention, source: Source):
                 if row < rows:
                     entries[i] = entry_of(rows_of, table_row, (i64(tile) + 2) * rows + row, count, begin)
             cuda.syncthreads()  # 2
-            sum_logits(memory, memory + keys_at, memory + partial_at, anew(thread))
+            sum_logits(memory, memory + keys_at, memory + partial_at, again(thread))
             if ahead:
                 if whole_next:
                     fetch_tile(words, coming, thread)
                 else:  # no register need keep the last ones
                     forget(words)
             cuda.syncthreads()  # 3
-            raised, shrink, added = weigh(memory, here, whole_tile, scale, top, anew(thread))
+            raised, shrink, added = weigh(memory, here, whole_tile, scale, top, again(thread))
             total = fma(total, shrink, added)
             grown = i32(0)
             if raised > top:
                 grown = i32(1)
             top = raised
-            my_column, my_first = columns_at(anew(thread))
+            my_column, my_first = columns_at(thread)
             if cuda.syncthreads_or(grown) != 0:  # 4
                 shrink_sums(sums, memory + factors_at + 4 * my_first)
             values, weights = memory + values_at, memory + weights_at + 4 * my_first
@@ -863,7 +868,7 @@ def attention_kernel(task: Attention, source: Source):
             whole_tile = whole_next
             tile = i32(tile + 1)
         cuda.syncthreads()
-        thread = anew(thread)
+        thread = again(thread)
         query, split, cache_head, first_head, last_head = work_of(anew(cuda.blockIdx.x), splits)
         if thread % lanes == 0 and thread < heads * lanes:
             block_head = thread // lanes

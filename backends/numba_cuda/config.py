@@ -86,37 +86,55 @@ class AttendConfig:
 
 MOST_SHARED = 99 << 10  # of compute capability 8.6; where there is more, two blocks are to fit
 _LEAST_TILES = 2  # of a split
+_SIMULATED = (AttendConfig(SIMULATED_THREADS, 4, 4, 1, 4), AttendConfig(2, 2, 4, 2, 4, False))
 
 
 def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfig, ...]:
     """Every configuration that is worth trying and fits a block's shared memory; the best guess comes first."""
     if settings.numba_simulated():
-        return (
-            AttendConfig(SIMULATED_THREADS, 4, 4, 1, 4),
-            AttendConfig(2, 2, 4, 2, 4, False),
-        )
+        return _SIMULATED
     heads = 2
     while heads < min(spec.heads, 16):
         heads *= 2
     few = max(heads // 2, 2)
+    kinds = [
+        # threads, block_heads, block_rows, tile_heads, ahead, resident
+        (128, heads, 16, 8, True, 3),
+        (128, heads, 16, 8, False, 3),
+        (128, heads, 16, 4, True, 3),
+        (128, heads, 8, 4, True, 4),
+        (128, few, 16, 8, True, 4),
+        (128, few, 8, 8, True, 4),
+        (128, 4, 4, 4, False, 4),
+        (128, 2, 2, 4, False, 4),
+    ]
+    if spec.heads >= 32:
+        kinds.insert(3, (256, 32, 8, 4, True, 2))
     found = [
         AttendConfig(threads, block_heads, block_rows, blocks, tile_heads, ahead, resident)
-        for threads, block_heads, block_rows, tile_heads, resident in (
-            (128, heads, 16, 8, 3),
-            (256, 32, 16, 8, 2),
-            (128, heads, 8, 8, 4),
-            (128, heads, 16, 4, 3),
-            (128, few, 16, 8, 4),
-            (128, few, 8, 8, 4),
-            (128, heads, 4, 8, 4),
-            (128, 4, 4, 4, 4),
-            (128, 2, 2, 4, 4),
-        )
-        for ahead in (True, False)
-        for blocks in (2 * resident, resident)
-        if block_heads <= max(heads, spec.heads)
+        for threads, block_heads, block_rows, tile_heads, ahead, resident in kinds
+        for blocks in (2 * resident, resident, 2)
     ]
     return tuple(dict.fromkeys(config for config in found if fits(spec, target, config)))
+
+
+def guess(
+    found: tuple[AttendConfig, ...], spec: AttendSpec, queries: int, rows: int, compute_units: int
+) -> AttendConfig:
+    """The first configuration, with the splits that keep the multiprocessors busiest."""
+    first = found[0]
+    same = [config for config in found if dataclasses.replace(config, blocks_per_unit=first.blocks_per_unit) == first]
+
+    def tiles_of(config: AttendConfig) -> float:
+        """How long a multiprocessor is busy, in tiles. A block begins and ends in the time of one, and waits half of
+        its time where no other block has something to do meanwhile."""
+        splits = splits_of(config, spec, queries, rows, compute_units)
+        blocks = queries * -(-spec.heads // config.block_heads) * splits
+        held = min(config.resident, max(blocks / compute_units, 1))
+        tiles = -(-rows // (config.block_rows * splits)) + 1
+        return -(-blocks // compute_units) * tiles * (1 + 0.5 / held)
+
+    return min(same, key=tiles_of)
 
 
 def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
