@@ -3,13 +3,15 @@
     grid      one block for (query, HEADS of its heads, one split of its rows); then, if there are several splits, one
               for (query, head), which merges them
     tile      ROWS rows, decoded into shared memory [ROWS, dim]; a query's heads stay there too [HEADS, dim]
-    logits    a thread sums 4 heads x 4 rows (2 where there are no more) over a part of the dims; the parts meet in
-              shared memory
-    sums      a thread holds some of the dims for all HEADS
-    reads     selected records, once for each HEADS heads
+    logits    a thread sums 8 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes of a warp
+              add their parts up by shuffles, the warps theirs in shared memory
+    weights   neighbouring lanes have a head's rows, and find its largest logit and their sum by shuffles
+    sums      a thread has 4 neighbouring dims (or 2, or 1) of several heads, 64 sums where there are enough
+    reads     selected records, once for each HEADS heads; of the next tile while this one is added up
 
-There are no tensor cores here: 2 * HEADS operations a value are what the time goes into, and what they read of shared
-memory is read in 16 bytes and takes part in several of them.
+There are no tensor cores here: 2 * HEADS operations a value are what the time goes into. What they read of shared
+memory is read in 16 bytes and takes part in several of them, and lanes that read the same are neighbours: 16 bytes for
+each of 32 lanes are four accesses of 128 bytes, and two where they are pairs.
 """
 
 from __future__ import annotations

@@ -102,14 +102,14 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
         (128, heads, 16, 8, True, 3),
         (128, heads, 16, 8, False, 3),
         (128, heads, 16, 4, True, 3),
-        (128, heads, 8, 4, True, 4),
-        (128, few, 16, 8, True, 4),
-        (128, few, 8, 8, True, 4),
+        (128, heads, 8, 4, True, 3),
+        (128, few, 16, 8, True, 3),
+        (128, few, 8, 8, True, 3),
         (128, 4, 4, 4, False, 4),
         (128, 2, 2, 4, False, 4),
     ]
     if spec.heads >= 32:
-        kinds.insert(3, (256, 32, 8, 4, True, 2))
+        kinds.insert(3, (256, 32, 8, 4, False, 2))
     found = [
         AttendConfig(threads, block_heads, block_rows, blocks, tile_heads, ahead, resident)
         for threads, block_heads, block_rows, tile_heads, ahead, resident in kinds
