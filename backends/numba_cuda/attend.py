@@ -3,8 +3,8 @@
     grid      one block for (query, HEADS of its heads, one split of its rows); then, if there are several splits, one
               for (query, head), which merges them
     tile      ROWS rows, decoded into shared memory [ROWS, dim]; a query's heads stay there too [HEADS, dim]
-    logits    a thread sums 8 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes of a warp
-              add their parts up by shuffles, the warps theirs in shared memory
+    logits    a thread sums 8 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes of a
+              warp add their parts up by shuffles, the warps theirs in shared memory
     weights   neighbouring lanes have a head's rows, and find its largest logit and their sum by shuffles
     sums      a thread has 4 neighbouring dims (or 2, or 1) of several heads, 64 sums where there are enough
     reads     selected records, once for each HEADS heads; of the next tile while this one is added up
@@ -28,6 +28,7 @@ from mxkv.backends.numba_cuda.load import step_decoder
 from mxkv.backends.numba_cuda.primitives import (
     address_of,
     anew,
+    anything,
     bits_of,
     device,
     div,
@@ -59,9 +60,10 @@ from mxkv.backends.numba_cuda.rows import (
     element_writer,
     encoder,
     float_of_bf16,
+    octet_reader,
     pair_putter,
 )
-from mxkv.backends.numba_cuda.tasks import Record
+from mxkv.backends.numba_cuda.tasks import OCTET, Record
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -639,12 +641,13 @@ def attention_kernel(task: Attention, source: Source):
     heads, rows, threads = task.block_heads, task.block_rows, task.threads
     all_heads, group, value_dim, dim, size = task.heads, task.group, task.value_dim, shared.dim, shared.row
     head_blocks, group_blocks, last_thread = task.head_blocks, -(-group // heads), threads - 1
-    padded, vectors = shared.padded, shared.padded // VECTOR
+    padded, octets = shared.padded, dim // OCTET
     keys_at, values_at, partial_at, weights_at = shared.keys, shared.values, shared.partial, shared.weights
     factors_at, places_at, lanes = shared.factors, shared.places, rows // shared.each
     lookups, step_rows, some_rows = -(-rows // threads), 16 * rows, min(rows, 4)
     scaled, sinked, whole, q_bytes = task.scaled, task.sinked, task.whole, ELEMENT_BYTES[task.dtype]
     read_query = element_reader(task.dtype)
+    read_aligned, read_octet = octet_reader(task.dtype, True), octet_reader(task.dtype, False)
     bounds_of, entry_of, place_of, words_of, ahead, fetch_tile, load_tile, prepare = source
     sum_logits, weigh = _logit_summer(task), _softmax(task)
     width, my_heads, turns = columns_of(value_dim, heads, threads)
@@ -677,23 +680,43 @@ def attention_kernel(task: Attention, source: Source):
         return query, item - query * splits, cache_head, first_head, cache_head * group + group
 
     @device
-    def load_queries(q, query, first_head, last_head, shared_at, thread):
-        for turn in range(-(-heads * vectors // threads)):
-            item = i32(thread + turn * threads)
-            head = item // vectors
-            at = VECTOR * (item - head * vectors)
-            if item < heads * vectors:
-                address = q[0] + query * q[1] + (first_head + head) * q[2] + at * q_bytes
-                a = b = c = d = float_of(0)
-                if first_head + head < last_head:
-                    a = read_query(address)
-                    if at + 1 < dim:
-                        b = read_query(address + q_bytes)
-                    if at + 2 < dim:
-                        c = read_query(address + 2 * q_bytes)
-                    if at + 3 < dim:
-                        d = read_query(address + 3 * q_bytes)
-                shared_put128(shared_at + head * size + 4 * at, a, b, c, d)
+    def put_octet(turn, q, query, first_head, last_head, shared_at, thread, aligned):
+        item = min(thread + turn * threads, heads * octets - 1)
+        head = item // octets
+        at = OCTET * (item - head * octets)
+        address = q[0] + query * q[1] + min(first_head + head, last_head - 1) * q[2] + at * q_bytes
+        x = read_aligned(address) if aligned else read_octet(address)
+        if first_head + head >= last_head:
+            nothing = float_of(0)
+            x = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+        target = shared_at + head * size + 4 * at
+        shared_put128(target, x[0], x[1], x[2], x[3])
+        shared_put128(target + 16, x[4], x[5], x[6], x[7])
+
+    put_octets = unrolled(put_octet, min(max(-(-heads * octets // threads), 1), _MOST_AHEAD))
+
+    @device
+    def load_octets(q, query, first_head, last_head, shared_at, thread):
+        aligned = (q[0] | q[1] | q[2]) % 16 == 0
+        for turn in range(0, -(-heads * octets // threads), _MOST_AHEAD):
+            if aligned:
+                put_octets(q, query, first_head, last_head, shared_at, thread + turn * threads, True)
+            else:
+                put_octets(q, query, first_head, last_head, shared_at, thread + turn * threads, False)
+
+    @device
+    def load_elements(q, query, first_head, last_head, shared_at, thread):
+        item = i32(thread)
+        while item < heads * padded:
+            head = item // padded
+            at = item - head * padded
+            x = float_of(0)
+            if first_head + head < last_head and at < dim:
+                x = read_query(q[0] + query * q[1] + (first_head + head) * q[2] + at * q_bytes)
+            shared_put(shared_at + head * size + 4 * at, x)
+            item = i32(item + threads)
+
+    load_queries = load_octets if dim % OCTET == 0 else load_elements
 
     @device
     def divisor_of(top, total, sink, head):
@@ -703,7 +726,7 @@ def attention_kernel(task: Attention, source: Source):
 
     @device
     def forget_word(i, words):
-        words[i] = 0
+        words[i] = anything()
 
     forget = unrolled(forget_word, words_of)
 
