@@ -261,23 +261,14 @@ def latent_steps(task: AttendTask) -> Steps:
     record, step, dim, body = task.record, task.record.step, task.record.dim, task.record.body
     size, keys_at = task.shared.row, task.shared.keys
     skipped = dim % 2 if step == _PAIR else 0
-    fetch_body, fetch_tail, decode_body, decode_tail, is_plain = step_decoder(record, False)
+    fetch_body, fetch_tail, decode_body, decode_tail, is_plain, exchange_body, exchange_tail = step_decoder(
+        record, False
+    )
 
     @device
     def tidy(x):
         """What a load to bf16 gives."""
         return float_of_bf16(codec.encode_bf16(codec.saturated(x, _BF16_MAX, False)))
-
-    @device
-    def put_eight(address, x, first):
-        shared_put128(address, x[0], x[1], x[2], x[3])
-        shared_put128(address + 16, x[4], x[5], x[6], x[7])
-
-    @device
-    def put_two(address, x, first):
-        if first:
-            shared_put(address, x[0])
-        shared_put(address + 4, x[1])
 
     @device
     def tidy_eight(x):
@@ -287,17 +278,8 @@ def latent_steps(task: AttendTask) -> Steps:
     def tidy_two(x):
         return tidy(x[0]), tidy(x[1])
 
-    @device
-    def zeros_eight():
-        zero = float_of(0)
-        return zero, zero, zero, zero, zero, zero, zero, zero
-
-    @device
-    def zeros_two():
-        return float_of(0), float_of(0)
-
     octets = step != _PAIR
-    put_step, tidy_step, zeros = (put_eight, tidy_eight, zeros_eight) if octets else (put_two, tidy_two, zeros_two)
+    tidy_step = tidy_eight if octets else tidy_two
 
     @device
     def is_tail(line):
@@ -311,22 +293,49 @@ def latent_steps(task: AttendTask) -> Steps:
         return fetch_body(values_at, scales_at, i32(at))
 
     @device
-    def put(memory, row, line, words, of_tail):
-        at = line * step - skipped
-        address = memory + keys_at + row * size + 4 * at
+    def decode(words, of_tail):
         if of_tail:
-            put_step(address, decode_tail(words), at >= 0)
-        else:
-            x = decode_body(words, float_of(0x3F800000))
-            if not is_plain(words):
-                x = tidy_step(x)
-            put_step(address, x, at >= 0)
+            return decode_tail(words)
+        x = decode_body(words, float_of(0x3F800000))
+        if not is_plain(words):
+            x = tidy_step(x)
+        return x
+
+    # A thread writes 32 bytes, its neighbours the next ones: if all began with their first 16, those of a thread and of
+    # the fourth one after it would be in the same banks.
+    @device
+    def put_eight(memory, row, line, words, of_tail):
+        turned = (line >> 2) & 1
+        if turned != 0:
+            words = exchange_tail(words) if of_tail else exchange_body(words)
+        x = decode(words, of_tail)
+        address = memory + keys_at + row * size + 4 * OCTET * line
+        shared_put128(address + 16 * turned, x[0], x[1], x[2], x[3])
+        shared_put128(address + 16 - 16 * turned, x[4], x[5], x[6], x[7])
 
     @device
-    def clear(memory, row, line):
-        at = line * step - skipped
-        put_step(memory + keys_at + row * size + 4 * at, zeros(), at >= 0)
+    def clear_eight(memory, row, line):
+        address, nothing = memory + keys_at + row * size + 4 * OCTET * line, float_of(0)
+        shared_put128(address, nothing, nothing, nothing, nothing)
+        shared_put128(address + 16, nothing, nothing, nothing, nothing)
 
+    @device
+    def put_pair(memory, row, line, x):
+        at = line * step - skipped
+        address = memory + keys_at + row * size + 4 * at
+        if at >= 0:
+            shared_put(address, x[0])
+        shared_put(address + 4, x[1])
+
+    @device
+    def put_two(memory, row, line, words, of_tail):
+        put_pair(memory, row, line, decode(words, of_tail))
+
+    @device
+    def clear_two(memory, row, line):
+        put_pair(memory, row, line, (float_of(0), float_of(0)))
+
+    put, clear = (put_eight, clear_eight) if octets else (put_two, clear_two)
     return Steps(-(-dim // step), 4, body < dim, is_tail, fetch, put, clear)
 
 

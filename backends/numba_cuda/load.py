@@ -56,6 +56,7 @@ class Decoder(NamedTuple):
         decode_body: From the body's words and the factor of a scale for the whole cache to a tuple of fp32.
         decode_tail: From the tail's words to one.
         is_plain: Whether bf16 holds every product of the body's step as it is: neither rounded nor saturated.
+        exchange_body, exchange_tail: From a step's words of eight to those with its last four elements first.
     """
 
     fetch_body: Any
@@ -63,6 +64,8 @@ class Decoder(NamedTuple):
     decode_body: Any
     decode_tail: Any
     is_plain: Any
+    exchange_body: Any
+    exchange_tail: Any
 
 
 def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
@@ -101,6 +104,10 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         )  # fmt: skip
 
     @device
+    def exchange_e2m1(words):
+        return i32((words[0] << 16) | ((words[0] >> 16) & 0xFFFF)), words[1], words[2], words[3]
+
+    @device
     def fetch_e4m3(values_at, scales_at, at):
         return fetch_word(values_at + at), fetch_word(values_at + at + 4), i32(0), fetch_scale(scales_at, at)
 
@@ -115,6 +122,10 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         )  # fmt: skip
 
     @device
+    def exchange_e4m3(words):
+        return words[1], words[0], words[2], words[3]
+
+    @device
     def fetch_bf16(address):
         if whole_words:
             return fetch128(address)
@@ -127,6 +138,10 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
     @device
     def plain_eight(words, factor):
         return halves_of(words)
+
+    @device
+    def exchange_bf16(words):
+        return words[2], words[3], words[0], words[1]
 
     @device
     def fetch_tail(values_at, at):
@@ -197,10 +212,14 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
             "bf16": (fetch_plain_pair, plain_two),
         }
         fetch, decode = pairs[element]
-        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain)
-    octets = {"e2m1": (fetch_e2m1, e2m1_eight), "e4m3": (fetch_e4m3, e4m3_eight), "bf16": (fetch_plain, plain_eight)}
-    fetch, decode = octets[element]
-    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain)
+        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain, None, None)
+    octets = {
+        "e2m1": (fetch_e2m1, e2m1_eight, exchange_e2m1),
+        "e4m3": (fetch_e4m3, e4m3_eight, exchange_e4m3),
+        "bf16": (fetch_plain, plain_eight, exchange_bf16),
+    }
+    fetch, decode, exchange = octets[element]
+    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain, exchange, exchange_bf16)
 
 
 def _plain_scales(record: Record) -> tuple[int, int]:
@@ -218,7 +237,7 @@ def load_kernel(task: LoadTask):
     index_bytes, scaled, largest, size = task.index_bytes, task.scaled, task.dtype_max, ELEMENT_BYTES[task.dtype]
     plain_bf16, to_bf16 = record.element == "bf16", task.dtype == "bf16"
     place_of = place_finder(record)
-    fetch_body, fetch_tail, decode_body, decode_tail, is_plain = step_decoder(record, scaled)
+    fetch_body, fetch_tail, decode_body, decode_tail, is_plain, *_ = step_decoder(record, scaled)
     encode, put = encoder(task.dtype), put32 if task.dtype == "fp32" else put16
     put_octet = octet_writer(task.dtype, task.aligned)
     put_words = quad_putter(WIDEST if task.aligned else 2)
