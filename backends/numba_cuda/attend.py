@@ -243,7 +243,9 @@ class Steps(NamedTuple):
         tailed: Whether some steps are of a tail, which is read in another way.
         is_tail: Whether a line is.
         fetch: From a row's two addresses and a line (and whether it is of the tail) to its words.
-        put: By it a thread decodes them into shared memory, whose address comes first, then the row.
+        is_plain: Whether words are as they nearly always are, so that the cheap way of decoding is right.
+        put: By it a thread decodes words into shared memory, whose address comes first, then the row; the last two
+            arguments are whether they are of the tail, and whether they are plain.
         clear: By it a thread puts zeros there.
     """
 
@@ -252,6 +254,7 @@ class Steps(NamedTuple):
     tailed: bool
     is_tail: Any
     fetch: Any
+    is_plain: Any
     put: Any
     clear: Any
 
@@ -261,8 +264,8 @@ def latent_steps(task: AttendTask) -> Steps:
     record, step, dim, body = task.record, task.record.step, task.record.dim, task.record.body
     size, keys_at = task.shared.row, task.shared.keys
     skipped = dim % 2 if step == _PAIR else 0
-    fetch_body, fetch_tail, decode_body, decode_tail, is_plain, exchange_body, exchange_tail = step_decoder(
-        record, False
+    fetch_body, fetch_tail, decode_body, decode_tail, body_is_plain, decode_plain, exchange_body, exchange_tail = (
+        step_decoder(record, False)
     )
 
     @device
@@ -293,22 +296,28 @@ def latent_steps(task: AttendTask) -> Steps:
         return fetch_body(values_at, scales_at, i32(at))
 
     @device
-    def decode(words, of_tail):
+    def is_plain(words, of_tail):
+        return of_tail or body_is_plain(words)
+
+    @device
+    def decode(words, of_tail, plain):
         if of_tail:
             return decode_tail(words)
+        if plain:
+            return decode_plain(words, float_of(0x3F800000))
         x = decode_body(words, float_of(0x3F800000))
-        if not is_plain(words):
+        if not body_is_plain(words):
             x = tidy_step(x)
         return x
 
     # A thread writes 32 bytes, its neighbours the next ones: if all began with their first 16, those of a thread and of
     # the fourth one after it would be in the same banks.
     @device
-    def put_eight(memory, row, line, words, of_tail):
+    def put_eight(memory, row, line, words, of_tail, plain):
         turned = (line >> 2) & 1
         if turned != 0:
             words = exchange_tail(words) if of_tail else exchange_body(words)
-        x = decode(words, of_tail)
+        x = decode(words, of_tail, plain)
         address = memory + keys_at + row * size + 4 * OCTET * line
         shared_put128(address + 16 * turned, x[0], x[1], x[2], x[3])
         shared_put128(address + 16 - 16 * turned, x[4], x[5], x[6], x[7])
@@ -328,20 +337,20 @@ def latent_steps(task: AttendTask) -> Steps:
         shared_put(address + 4, x[1])
 
     @device
-    def put_two(memory, row, line, words, of_tail):
-        put_pair(memory, row, line, decode(words, of_tail))
+    def put_two(memory, row, line, words, of_tail, plain):
+        put_pair(memory, row, line, decode(words, of_tail, plain))
 
     @device
     def clear_two(memory, row, line):
         put_pair(memory, row, line, (float_of(0), float_of(0)))
 
     put, clear = (put_eight, clear_eight) if octets else (put_two, clear_two)
-    return Steps(-(-dim // step), 4, body < dim, is_tail, fetch, put, clear)
+    return Steps(-(-dim // step), 4, body < dim, is_tail, fetch, is_plain, put, clear)
 
 
 def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tuple[int, bool, Any, Any]:
     """What a block reads its tiles with: see the last fields but one of :class:`Source`."""
-    lines, count, tailed, is_tail, fetch, put, clear = steps
+    lines, count, tailed, is_tail, fetch, is_plain, put, clear = steps
     items = rows * lines
     turns = -(-items // threads)
     ahead = read_ahead and turns <= _MOST_AHEAD
@@ -376,7 +385,7 @@ def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tupl
     @device
     def put_fetched(turn, memory, words, thread, first, of_tail):
         row, line = item_of(thread, first + turn)
-        put(memory, row, line, words_of(words, count * turn), of_tail or (mixed and is_tail(line)))
+        put(memory, row, line, words_of(words, count * turn), of_tail or (mixed and is_tail(line)), True)
 
     @device
     def word(words, at):
@@ -393,8 +402,15 @@ def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tupl
             word(words, at + 3), word(words, at + 4), word(words, at + 5),
         )  # fmt: skip
 
+    @device
+    def note_plain(turn, plain, words, thread, first, of_tail):
+        _, line = item_of(thread, first + turn)
+        if not is_plain(words_of(words, count * turn), of_tail or (mixed and is_tail(line))):
+            plain[0] = 0
+
     words_of = {4: four_words, 6: six_words}[count]
     fetch_items, put_items = unrolled(fetch_item, batch), unrolled(put_fetched, batch)
+    note_items = unrolled(note_plain, batch)
 
     @device
     def all_tail(thread):
@@ -408,34 +424,42 @@ def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tupl
             fetch_items(words, places, thread, 0, False)
 
     @device
-    def load_whole(memory, places, words, thread):
-        """All rows exist: reads need no branch, so that several are on their way at a time."""
-        for first in range(0, turns, batch):
-            if all_tail(thread):
-                if not ahead:
-                    fetch_items(words, places, thread, first, True)
-                put_items(memory, words, thread, first, True)
-            else:
-                if not ahead:
-                    fetch_items(words, places, thread, first, False)
-                put_items(memory, words, thread, first, False)
-
-    @device
-    def load_tile(memory, places, words, thread, whole):
-        if whole:
-            load_whole(memory, places, words, thread)
-            return
-        turn = i32(0)
-        while turn < turns:
+    def load_slowly(memory, places, thread, first, end):
+        """Step by step, whatever they are."""
+        turn = i32(first)
+        while turn < end:
             row, line = item_of(thread, turn)
             values_at, scales_at = shared_fetch64(places + 16 * row), shared_fetch64(places + 16 * row + 8)
             if values_at == 0:
                 clear(memory, row, line)
             elif tailed and is_tail(line):
-                put(memory, row, line, fetch(values_at, scales_at, line, True), True)
+                put(memory, row, line, fetch(values_at, scales_at, line, True), True, False)
             else:
-                put(memory, row, line, fetch(values_at, scales_at, line, False), False)
+                put(memory, row, line, fetch(values_at, scales_at, line, False), False, False)
             turn = i32(turn + 1)
+
+    @device
+    def load_batch(memory, places, words, thread, first, of_tail):
+        plain = cuda.local.array(1, types.int32)
+        plain[0] = 1
+        if not ahead:
+            fetch_items(words, places, thread, first, of_tail)
+        note_items(plain, words, thread, first, of_tail)
+        if plain[0] != 0:
+            put_items(memory, words, thread, first, of_tail)
+        else:
+            load_slowly(memory, places, thread, first, first + batch)
+
+    @device
+    def load_tile(memory, places, words, thread, whole):
+        if not whole:
+            load_slowly(memory, places, thread, 0, turns)
+            return
+        for first in range(0, turns, batch):  # without branches, so that several reads are on their way at a time
+            if all_tail(thread):
+                load_batch(memory, places, words, thread, first, True)
+            else:
+                load_batch(memory, places, words, thread, first, False)
 
     return count * batch, ahead, fetch_tile, load_tile
 

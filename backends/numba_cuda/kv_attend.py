@@ -177,12 +177,16 @@ def kv_source(task: AttendKVTask) -> Source:
         return fetch_word(codes + at), fetch_word(codes + at + 4), i32(0), value, scale, zero
 
     @device
+    def is_plain(words, of_tail):
+        return True
+
+    @device
     def put_eight(address, x):
         shared_put128(address, x[0], x[1], x[2], x[3])
         shared_put128(address + 16, x[4], x[5], x[6], x[7])
 
     @device
-    def put(memory, row, line, words, of_tail):
+    def put(memory, row, line, words, of_tail, plain):
         at = row * size + 4 * OCTET * line
         a, b, norm, value, scale, zero = words
         if normed:
@@ -229,7 +233,7 @@ def kv_source(task: AttendKVTask) -> Source:
         put_eight(memory + keys_at + at, zeros)
         put_eight(memory + values_at + at, zeros)
 
-    steps = Steps(dim // OCTET, 6, False, is_tail, fetch, put, clear)
+    steps = Steps(dim // OCTET, 6, False, is_tail, fetch, is_plain, put, clear)
 
     @device
     def prepare(memory, rows_of, thread):

@@ -55,7 +55,9 @@ class Decoder(NamedTuple):
         fetch_body, fetch_tail: The words of a step, of the body and of a bf16 tail.
         decode_body: From the body's words and the factor of a scale for the whole cache to a tuple of fp32.
         decode_tail: From the tail's words to one.
-        is_plain: Whether bf16 holds every product of the body's step as it is: neither rounded nor saturated.
+        is_plain: Of the body's words, whether bf16 holds every product as it is, neither rounded nor saturated, and the
+            scale is a normal number.
+        decode_plain: As decode_body, of words of which that is so.
         exchange_body, exchange_tail: From a step's words of eight to those with its last four elements first.
     """
 
@@ -64,6 +66,7 @@ class Decoder(NamedTuple):
     decode_body: Any
     decode_tail: Any
     is_plain: Any
+    decode_plain: Any
     exchange_body: Any
     exchange_tail: Any
 
@@ -86,6 +89,10 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         return decode_scale(scale) if grouped else factor
 
     @device
+    def plain_factor_of(scale, factor):
+        return float_of(scale << 23) if e8m0 else factor_of(scale, factor)
+
+    @device
     def times(x, factor):
         return mul(x, factor) if grouped or tensor_scaled else x
 
@@ -94,14 +101,21 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         return fetch_word(values_at + u32(at) // 2), i32(0), i32(0), fetch_scale(scales_at, at)
 
     @device
-    def e2m1_eight(words, factor):
-        word, scale = words[0], factor_of(words[3], factor)
+    def e2m1_octet(word, scale):
         return (
             mul(codec.decode_e2m1(word), scale), mul(codec.decode_e2m1(word >> 4), scale),
             mul(codec.decode_e2m1(word >> 8), scale), mul(codec.decode_e2m1(word >> 12), scale),
             mul(codec.decode_e2m1(word >> 16), scale), mul(codec.decode_e2m1(word >> 20), scale),
             mul(codec.decode_e2m1(word >> 24), scale), mul(codec.decode_e2m1(word >> 28), scale),
         )  # fmt: skip
+
+    @device
+    def e2m1_eight(words, factor):
+        return e2m1_octet(words[0], factor_of(words[3], factor))
+
+    @device
+    def plain_e2m1_eight(words, factor):
+        return e2m1_octet(words[0], plain_factor_of(words[3], factor))
 
     @device
     def exchange_e2m1(words):
@@ -112,14 +126,21 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         return fetch_word(values_at + at), fetch_word(values_at + at + 4), i32(0), fetch_scale(scales_at, at)
 
     @device
-    def e4m3_eight(words, factor):
-        a, b, scale = words[0], words[1], factor_of(words[3], factor)
+    def e4m3_octet(a, b, scale):
         return (
             times(codec.decode_e4m3(a), scale), times(codec.decode_e4m3(a >> 8), scale),
             times(codec.decode_e4m3(a >> 16), scale), times(codec.decode_e4m3(a >> 24), scale),
             times(codec.decode_e4m3(b), scale), times(codec.decode_e4m3(b >> 8), scale),
             times(codec.decode_e4m3(b >> 16), scale), times(codec.decode_e4m3(b >> 24), scale),
         )  # fmt: skip
+
+    @device
+    def e4m3_eight(words, factor):
+        return e4m3_octet(words[0], words[1], factor_of(words[3], factor))
+
+    @device
+    def plain_e4m3_eight(words, factor):
+        return e4m3_octet(words[0], words[1], plain_factor_of(words[3], factor))
 
     @device
     def exchange_e4m3(words):
@@ -212,20 +233,20 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
             "bf16": (fetch_plain_pair, plain_two),
         }
         fetch, decode = pairs[element]
-        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain, None, None)
+        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain, decode, None, None)
     octets = {
-        "e2m1": (fetch_e2m1, e2m1_eight, exchange_e2m1),
-        "e4m3": (fetch_e4m3, e4m3_eight, exchange_e4m3),
-        "bf16": (fetch_plain, plain_eight, exchange_bf16),
+        "e2m1": (fetch_e2m1, e2m1_eight, plain_e2m1_eight, exchange_e2m1),
+        "e4m3": (fetch_e4m3, e4m3_eight, plain_e4m3_eight, exchange_e4m3),
+        "bf16": (fetch_plain, plain_eight, plain_eight, exchange_bf16),
     }
-    fetch, decode, exchange = octets[element]
-    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain, exchange, exchange_bf16)
+    fetch, decode, decode_plain, exchange = octets[element]
+    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain, decode_plain, exchange, exchange_bf16)
 
 
 def _plain_scales(record: Record) -> tuple[int, int]:
-    """The E8M0 bytes whose products with any code bf16 holds."""
+    """The E8M0 bytes of normal numbers whose products with any code bf16 holds."""
     if record.element == "e2m1":
-        return 0, 252  # 6 * 2**125
+        return 1, 252  # 6 * 2**125
     return 3, 246  # 2**-9 * 2**-124, 448 * 2**119
 
 
