@@ -26,11 +26,13 @@ def spec_of(heads: int, dim: int) -> AttendSpec:
 @pytest.mark.parametrize(
     ("name", "heads", "dim", "missing", "splits", "launch"),
     [
-        ("bf16", 16, 64, True, 1, (128, 16, 16, 6, 8, True, 3)),
+        ("bf16", 16, 64, True, 1, (128, 16, 32, 6, 16, True, 3)),
+        ("bf16", 16, 512, False, 1, (128, 16, 32, 6, 8, True, 3)),
+        ("mxfp4", 32, 96, True, 1, (256, 32, 16, 6, 4, True, 2)),
         ("mxfp4", 13, 192, False, 2, (128, 16, 16, 6, 8, True, 3)),
         ("mxfp8", 3, 96, False, 1, (128, 4, 16, 6, 8, False, 3)),
-        ("dsv4", 16, 512, False, 1, (128, 16, 16, 6, 8, True, 3)),
-        ("bf16", 2, 67, True, 2, (128, 2, 16, 6, 8, True, 3)),
+        ("dsv4", 16, 512, False, 1, (128, 16, 32, 6, 16, True, 3)),
+        ("bf16", 2, 67, True, 2, (128, 2, 32, 6, 8, True, 3)),
         ("nvfp4", 9, 80, True, 1, (64, 8, 8, 6, 4, True, 3)),
     ],
 )
@@ -44,7 +46,7 @@ def test_real_configurations(
     cache = mxkv.empty_cache(name, 8, 8, dim)
     mxkv.store(cache, torch.randn(64, dim, generator=g), torch.arange(64), format=name, backend="torch")
     q, sink = torch.randn(1, heads, dim, generator=g).bfloat16(), torch.randn(heads, generator=g)
-    indices = torch.randint(-3 if missing else 0, 64, (1, 40), generator=g, dtype=torch.int32)
+    indices = torch.randint(-3 if missing else 0, 64, (1, 70), generator=g, dtype=torch.int32)
     out, lse = torch.empty_like(q), torch.empty(1, heads)
     spec = checks.attend_spec(
         q, cache, out, indices, None, None, None, mxkv.FORMATS[name].spec, None, sink, None, lse, None
@@ -68,7 +70,7 @@ def test_what_is_tried_fits(heads: int, dim: int, target: devices.Target, monkey
     assert found
     assert len(set(found)) == len(found)
     for launch in found:
-        shared = config.Shared(dim, launch.threads, launch.block_heads, launch.block_rows, launch.tile_heads)
+        shared = config.shared_of(spec, launch)
         assert shared.bytes <= target.shared_memory
         assert launch.threads >= max(launch.block_heads, shared.tile_threads)
         assert launch.block_rows <= config.WARP >= shared.tile_threads

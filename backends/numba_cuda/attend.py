@@ -28,7 +28,6 @@ from mxkv.backends.numba_cuda.load import step_decoder
 from mxkv.backends.numba_cuda.primitives import (
     address_of,
     anew,
-    anything,
     bits_of,
     device,
     div,
@@ -47,9 +46,12 @@ from mxkv.backends.numba_cuda.primitives import (
     shared_fetch64,
     shared_fetch128,
     shared_fetch_pair,
+    shared_fetch_words,
     shared_put,
+    shared_put16,
     shared_put64,
     shared_put128,
+    shared_put_words,
     shuffle_xor,
     sub,
     unrolled,
@@ -59,9 +61,9 @@ from mxkv.backends.numba_cuda.rows import (
     element_reader,
     element_writer,
     encoder,
-    float_of_bf16,
     octet_reader,
     pair_putter,
+    upper_halves,
 )
 from mxkv.backends.numba_cuda.tasks import OCTET, Record
 
@@ -71,7 +73,8 @@ _BF16_MAX = 0x7F7F0000
 _MINUS_INFINITY = -0x800000
 _PAIR = 2
 _UNDER_WAY = 4  # steps that a thread reads at a time
-_MOST_AHEAD = 8  # steps that it reads ahead
+_MOST_AHEAD = 8  # steps that it reads before it adds a tile up
+_MORE_AHEAD = 4  # and behind that, while it waits for the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +124,7 @@ class AttendTask:
 
     @property
     def shared(self) -> Shared:
-        return Shared(self.record.dim, self.threads, self.block_heads, self.block_rows, self.tile_heads)
+        return Shared(self.record.dim, self.threads, self.block_heads, self.block_rows, self.tile_heads, value_bytes=2)
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -164,6 +167,11 @@ def larger(x, y):
     return x if x > y else y
 
 
+@device
+def fetch_one(address):
+    return (shared_fetch(address),)
+
+
 class Source(NamedTuple):
     """What an attention reads, as functions that its kernel calls.
 
@@ -172,9 +180,10 @@ class Source(NamedTuple):
             row of a table that names them.
         entry_of: From a row to what the table says of it; negative where there is no such row.
         place_of: From that to two addresses, the first one 0 where there is no such row.
-        words: int32 of a thread's that fetch_tile fills.
-        ahead: Whether they are all that a thread needs of a tile.
-        fetch_tile: By it a thread reads them, of a tile whose rows all exist.
+        words: int32 of a thread's that fetch_tile and fetch_more fill.
+        ahead: Whether a thread reads its bytes of a tile before its turn comes.
+        fetch_tile: By it a thread reads some of them, of a tile of which it is told whether all rows exist.
+        fetch_more: By it, some more.
         load_tile: By it a block decodes a tile's rows into shared memory; it is told whether all of them exist, and
             where the words were read ahead, takes those.
         prepare: What a block does to its queries, in shared memory, before it begins.
@@ -186,6 +195,7 @@ class Source(NamedTuple):
     words: int
     ahead: bool
     fetch_tile: Any
+    fetch_more: Any
     load_tile: Any
     prepare: Any
 
@@ -244,8 +254,9 @@ class Steps(NamedTuple):
         is_tail: Whether a line is.
         fetch: From a row's two addresses and a line (and whether it is of the tail) to its words.
         is_plain: Whether words are as they nearly always are, so that the cheap way of decoding is right.
-        put: By it a thread decodes words into shared memory, whose address comes first, then the row; the last two
-            arguments are whether they are of the tail, and whether they are plain.
+        put: By it a thread decodes words into shared memory, whose address comes first, then the row: as bf16, two of
+            them to a word, or as fp32. The last two arguments are whether they are of the tail, and whether they are
+            plain.
         clear: By it a thread puts zeros there.
     """
 
@@ -260,29 +271,15 @@ class Steps(NamedTuple):
 
 
 def latent_steps(task: AttendTask) -> Steps:
-    """A latent row's."""
+    """A latent row's: what a load to bf16 gives."""
     record, step, dim, body = task.record, task.record.step, task.record.dim, task.record.body
-    size, keys_at = task.shared.row, task.shared.keys
+    size, keys_at, as_is = task.shared.row, task.shared.keys, task.record.element == "bf16"
     skipped = dim % 2 if step == _PAIR else 0
-    fetch_body, fetch_tail, decode_body, decode_tail, body_is_plain, decode_plain, exchange_body, exchange_tail = (
-        step_decoder(record, False)
-    )
+    fetch_body, fetch_tail, decode_body, _, body_is_plain, decode_plain = step_decoder(record, False)
 
     @device
     def tidy(x):
-        """What a load to bf16 gives."""
-        return float_of_bf16(codec.encode_bf16(codec.saturated(x, _BF16_MAX, False)))
-
-    @device
-    def tidy_eight(x):
-        return tidy(x[0]), tidy(x[1]), tidy(x[2]), tidy(x[3]), tidy(x[4]), tidy(x[5]), tidy(x[6]), tidy(x[7])
-
-    @device
-    def tidy_two(x):
-        return tidy(x[0]), tidy(x[1])
-
-    octets = step != _PAIR
-    tidy_step = tidy_eight if octets else tidy_two
+        return codec.encode_bf16(codec.saturated(x, _BF16_MAX, False))
 
     @device
     def is_tail(line):
@@ -297,65 +294,74 @@ def latent_steps(task: AttendTask) -> Steps:
 
     @device
     def is_plain(words, of_tail):
-        return of_tail or body_is_plain(words)
+        return of_tail or as_is or body_is_plain(words)
 
     @device
-    def decode(words, of_tail, plain):
-        if of_tail:
-            return decode_tail(words)
-        if plain:
-            return decode_plain(words, float_of(0x3F800000))
-        x = decode_body(words, float_of(0x3F800000))
-        if not body_is_plain(words):
-            x = tidy_step(x)
-        return x
+    def put_upper(address, x):
+        shared_put_words(
+            address,
+            upper_halves(x[0], x[1]), upper_halves(x[2], x[3]), upper_halves(x[4], x[5]), upper_halves(x[6], x[7]),
+        )  # fmt: skip
 
-    # A thread writes 32 bytes, its neighbours the next ones: if all began with their first 16, those of a thread and of
-    # the fourth one after it would be in the same banks.
     @device
     def put_eight(memory, row, line, words, of_tail, plain):
-        turned = (line >> 2) & 1
-        if turned != 0:
-            words = exchange_tail(words) if of_tail else exchange_body(words)
-        x = decode(words, of_tail, plain)
-        address = memory + keys_at + row * size + 4 * OCTET * line
-        shared_put128(address + 16 * turned, x[0], x[1], x[2], x[3])
-        shared_put128(address + 16 - 16 * turned, x[4], x[5], x[6], x[7])
+        address = memory + keys_at + row * size + 2 * OCTET * line
+        if of_tail or as_is:
+            shared_put_words(address, words[0], words[1], words[2], words[3])
+        elif plain:
+            put_upper(address, decode_plain(words, float_of(0x3F800000)))
+        else:
+            x = decode_body(words, float_of(0x3F800000))
+            if body_is_plain(words):
+                put_upper(address, x)
+            else:
+                shared_put_words(
+                    address,
+                    i32(tidy(x[0]) | tidy(x[1]) << 16), i32(tidy(x[2]) | tidy(x[3]) << 16),
+                    i32(tidy(x[4]) | tidy(x[5]) << 16), i32(tidy(x[6]) | tidy(x[7]) << 16),
+                )  # fmt: skip
 
     @device
     def clear_eight(memory, row, line):
-        address, nothing = memory + keys_at + row * size + 4 * OCTET * line, float_of(0)
-        shared_put128(address, nothing, nothing, nothing, nothing)
-        shared_put128(address + 16, nothing, nothing, nothing, nothing)
+        zero = i32(0)
+        shared_put_words(memory + keys_at + row * size + 2 * OCTET * line, zero, zero, zero, zero)
 
     @device
-    def put_pair(memory, row, line, x):
+    def put_halves(memory, row, line, x, y):
         at = line * step - skipped
-        address = memory + keys_at + row * size + 4 * at
+        address = memory + keys_at + row * size + 2 * at
         if at >= 0:
-            shared_put(address, x[0])
-        shared_put(address + 4, x[1])
+            shared_put16(address, x)
+        shared_put16(address + 2, y)
 
     @device
     def put_two(memory, row, line, words, of_tail, plain):
-        put_pair(memory, row, line, decode(words, of_tail, plain))
+        if of_tail or as_is:
+            put_halves(memory, row, line, words[0], words[1])
+        else:
+            x = decode_body(words, float_of(0x3F800000))
+            put_halves(memory, row, line, tidy(x[0]), tidy(x[1]))
 
     @device
     def clear_two(memory, row, line):
-        put_pair(memory, row, line, (float_of(0), float_of(0)))
+        put_halves(memory, row, line, i32(0), i32(0))
 
-    put, clear = (put_eight, clear_eight) if octets else (put_two, clear_two)
+    put, clear = (put_two, clear_two) if step == _PAIR else (put_eight, clear_eight)
     return Steps(-(-dim // step), 4, body < dim, is_tail, fetch, is_plain, put, clear)
 
 
-def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tuple[int, bool, Any, Any]:
+def tile_loader(steps: Steps, rows: int, threads: int, ahead: bool) -> tuple[int, bool, Any, Any, Any]:
     """What a block reads its tiles with: see the last fields but one of :class:`Source`."""
     lines, count, tailed, is_tail, fetch, is_plain, put, clear = steps
     items = rows * lines
     turns = -(-items // threads)
-    ahead = read_ahead and turns <= _MOST_AHEAD
-    batch = turns if ahead else min(turns, _UNDER_WAY)
-    even = items % (threads * batch) == 0  # else several threads do the last item, so that all have one
+    early = min(turns, _MOST_AHEAD) if ahead else 0  # the first steps of a tile
+    late = min(turns - early, _MORE_AHEAD) if ahead else 0  # the next ones
+    held = early + late
+    rest = turns - held
+    batch = min(rest, _UNDER_WAY)
+    every = max(batch, 1)
+    even = items % threads == 0 and rest % every == 0  # else several threads do the last item, so that all have one
     regular = threads % lines == 0  # a thread's items all have the same line
     mixed = tailed and not regular
 
@@ -375,17 +381,23 @@ def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tupl
         return row, line
 
     @device
-    def fetch_item(turn, words, places, thread, first, of_tail):
+    def fetch_item(turn, words, start, places, thread, first, of_tail):
         row, line = item_of(thread, first + turn)
         values_at, scales_at = shared_fetch64(places + 16 * row), shared_fetch64(places + 16 * row + 8)
         some = fetch(values_at, scales_at, line, of_tail or (mixed and is_tail(line)))
         for i in range(count):
-            words[count * turn + i] = some[i]
+            words[start + count * turn + i] = some[i]
 
     @device
-    def put_fetched(turn, memory, words, thread, first, of_tail):
+    def put_fetched(turn, memory, words, start, thread, first, of_tail):
         row, line = item_of(thread, first + turn)
-        put(memory, row, line, words_of(words, count * turn), of_tail or (mixed and is_tail(line)), True)
+        put(memory, row, line, words_of(words, start + count * turn), of_tail or (mixed and is_tail(line)), True)
+
+    @device
+    def note_plain(turn, plain, words, start, thread, first, of_tail):
+        _, line = item_of(thread, first + turn)
+        if not is_plain(words_of(words, start + count * turn), of_tail or (mixed and is_tail(line))):
+            plain[0] = 0
 
     @device
     def word(words, at):
@@ -402,26 +414,11 @@ def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tupl
             word(words, at + 3), word(words, at + 4), word(words, at + 5),
         )  # fmt: skip
 
-    @device
-    def note_plain(turn, plain, words, thread, first, of_tail):
-        _, line = item_of(thread, first + turn)
-        if not is_plain(words_of(words, count * turn), of_tail or (mixed and is_tail(line))):
-            plain[0] = 0
-
     words_of = {4: four_words, 6: six_words}[count]
-    fetch_items, put_items = unrolled(fetch_item, batch), unrolled(put_fetched, batch)
-    note_items = unrolled(note_plain, batch)
 
     @device
     def all_tail(thread):
         return tailed and regular and is_tail(thread % lines)
-
-    @device
-    def fetch_tile(words, places, thread):
-        if all_tail(thread):
-            fetch_items(words, places, thread, 0, True)
-        else:
-            fetch_items(words, places, thread, 0, False)
 
     @device
     def load_slowly(memory, places, thread, first, end):
@@ -438,30 +435,101 @@ def tile_loader(steps: Steps, rows: int, threads: int, read_ahead: bool) -> tupl
                 put(memory, row, line, fetch(values_at, scales_at, line, False), False, False)
             turn = i32(turn + 1)
 
+    def batch_of(size):
+        """Functions by which a thread reads so many steps into its words, and by which it decodes those."""
+        fetch_items, put_items = unrolled(fetch_item, max(size, 1)), unrolled(put_fetched, max(size, 1))
+        note_items = unrolled(note_plain, max(size, 1))
+
+        @device
+        def fetch_batch(words, start, places, thread, first):
+            if all_tail(thread):
+                fetch_items(words, start, places, thread, first, True)
+            else:
+                fetch_items(words, start, places, thread, first, False)
+
+        @device
+        def put_some(memory, words, start, places, thread, first, of_tail):
+            plain = cuda.local.array(1, types.int32)
+            plain[0] = 1
+            note_items(plain, words, start, thread, first, of_tail)
+            if plain[0] != 0:
+                put_items(memory, words, start, thread, first, of_tail)
+            else:
+                load_slowly(memory, places, thread, first, first + size)
+
+        @device
+        def put_batch(memory, words, start, places, thread, first):
+            if all_tail(thread):
+                put_some(memory, words, start, places, thread, first, True)
+            else:
+                put_some(memory, words, start, places, thread, first, False)
+
+        @device
+        def nothing(*arguments):
+            pass
+
+        return (fetch_batch, put_batch) if size else (nothing, nothing)
+
+    (fetch_early, put_early), (fetch_late, put_late) = batch_of(early), batch_of(late)
+    fetch_batch, put_batch = batch_of(batch)
+
     @device
-    def load_batch(memory, places, words, thread, first, of_tail):
-        plain = cuda.local.array(1, types.int32)
-        plain[0] = 1
-        if not ahead:
-            fetch_items(words, places, thread, first, of_tail)
-        note_items(plain, words, thread, first, of_tail)
-        if plain[0] != 0:
-            put_items(memory, words, thread, first, of_tail)
-        else:
-            load_slowly(memory, places, thread, first, first + batch)
+    def forget_word(i, words, start):
+        """Where nothing is read ahead: without it, registers would keep the last tile's words all the way round."""
+        words[start + i] = 0
+
+    forget_early, forget_late = (
+        unrolled(forget_word, max(count * early, 1)),
+        unrolled(forget_word, max(count * late, 1)),
+    )
+
+    @device
+    def fetch_tile(words, places, thread, whole):
+        if whole:
+            fetch_early(words, 0, places, thread, 0)
+        elif early > 0:
+            forget_early(words, 0)
+
+    @device
+    def fetch_more(words, places, thread, whole):
+        if whole:
+            fetch_late(words, count * early, places, thread, early)
+        elif late > 0:
+            forget_late(words, count * early)
 
     @device
     def load_tile(memory, places, words, thread, whole):
         if not whole:
             load_slowly(memory, places, thread, 0, turns)
             return
-        for first in range(0, turns, batch):  # without branches, so that several reads are on their way at a time
-            if all_tail(thread):
-                load_batch(memory, places, words, thread, first, True)
-            else:
-                load_batch(memory, places, words, thread, first, False)
+        # Without branches, so that several reads are on their way at a time.
+        fetch_batch(words, count * held, places, thread, held)
+        put_early(memory, words, 0, places, thread, 0)
+        put_late(memory, words, count * early, places, thread, early)
+        put_batch(memory, words, count * held, places, thread, held)
+        for first in range(held + batch, turns, every):
+            fetch_batch(words, 0, places, thread, first)
+            put_batch(memory, words, 0, places, thread, first)
 
-    return count * batch, ahead, fetch_tile, load_tile
+    return count * (held + batch), ahead, fetch_tile, fetch_more, load_tile
+
+
+def value_fetcher(value_bytes: int, count: int):
+    """A function from an address of a tile's row to so many of its values (1, 2 or 4; 2 or 4 of bf16)."""
+    if value_bytes == 4:
+        return {1: fetch_one, 2: shared_fetch_pair, 4: shared_fetch128}[count]
+
+    @device
+    def fetch_two(address):
+        word = bits_of(shared_fetch(address))
+        return float_of(word << 16), float_of(word & -0x10000)
+
+    @device
+    def fetch_four(address):
+        a, b = shared_fetch_words(address)
+        return float_of(a << 16), float_of(a & -0x10000), float_of(b << 16), float_of(b & -0x10000)
+
+    return {2: fetch_two, 4: fetch_four}[count]
 
 
 def _logit_summer(task: Attention):
@@ -470,16 +538,19 @@ def _logit_summer(task: Attention):
     A head's rows stand in an order of their own there: see :func:`_softmax`.
     """
     shared = task.shared
-    size, parts, vectors = shared.row, shared.parts, shared.padded // VECTOR
+    size, query, parts, vectors = shared.row, shared.query, shared.parts, shared.padded // VECTOR
     heads, rows, my_heads, my_rows = task.block_heads, task.block_rows, shared.tile_heads, shared.tile_rows
     head_step, row_step, tile_threads = heads // my_heads, rows // my_rows, shared.tile_threads
     all_sums, wide, warp_parts = my_heads * my_rows, VECTOR * my_rows, shared.warp_parts
-    turns, rest, apart = vectors // parts, vectors % parts, 16 * parts
+    turns, rest, vector_bytes = vectors // parts, vectors % parts, VECTOR * shared.value_bytes
     square, halved = head_step > 1 and row_step > 1, max(row_step // 2, 1)
-    mixed = parts % 8 == 0  # else they are too few
+    mixed = parts % 8 == 0 and shared.value_bytes == 4  # else they are too few, or the rows are far enough apart
     turned = {2: 1, 4: 2}.get(row_step, 0)
     last = max(all_sums // warp_parts, 1)  # sums that a thread is left with
     stages = warp_parts.bit_length() - 1
+    turns_of_heads = min(stages, my_heads.bit_length() - 1)
+    runs = 1 << turns_of_heads
+    run_heads = my_heads // runs
     last_heads, last_rows = max(last // my_rows, 1), min(last, my_rows)
 
     @device
@@ -504,19 +575,47 @@ def _logit_summer(task: Attention):
     def dot(q, k, j, total):
         return fma(q[3], k[j + 3], fma(q[2], k[j + 2], fma(q[1], k[j + 1], fma(q[0], k[j], total))))
 
+    # Two lanes that have parts of the same sums each give the other half of theirs. Which half a lane keeps differs,
+    # but not in which registers it is: each lane takes its heads in an order of its own.
+    @device
+    def own_run(run, lane_part):
+        """Which heads, in runs, a lane takes as one of its runs."""
+        turned = i32(0)
+        for stage in range(turns_of_heads):
+            turned = i32(turned | ((lane_part >> stage) & 1) << (turns_of_heads - 1 - stage))
+        return i32(run ^ turned)
+
+    @device
+    def set_run(run, q_at, start, lane_part):
+        q_at[run] = i64(start + own_run(run, lane_part) * (run_heads * head_step * query))
+
+    @device
+    def move_run(run, q_at):
+        q_at[run] = i64(q_at[run] + 16 * parts)
+
+    @device
+    def add_head(i, sums, k, q_at):
+        q = shared_fetch128(i64(q_at[i // run_heads]) + i % run_heads * head_step * query)
+        for j in range(my_rows):
+            sums[i * my_rows + j] = dot(q, k, 4 * j, sums[i * my_rows + j])
+
+    fetch_four, add_heads = value_fetcher(shared.value_bytes, VECTOR), unrolled(add_head, my_heads)
+    set_runs, move_runs = unrolled(set_run, runs), unrolled(move_run, runs)
+
     @device
     def add_vector(sums, k, q_at, k_at):
         for j in range(my_rows):
-            x = shared_fetch128(k_at + j * row_step * size)
+            x = fetch_four(k_at + j * row_step * size)
             k[4 * j], k[4 * j + 1], k[4 * j + 2], k[4 * j + 3] = x[0], x[1], x[2], x[3]
-        for i in range(my_heads):
-            q = shared_fetch128(q_at + i * head_step * size)
-            for j in range(my_rows):
-                sums[i * my_rows + j] = dot(q, k, 4 * j, sums[i * my_rows + j])
+        add_heads(sums, k, q_at)
 
     @device
-    def exchange(sums, count, upper, mask):
-        """Two lanes add their sums up, each of them half."""
+    def exchange_heads(sums, count, mask):
+        for i in range(count // 2):
+            sums[i] = sums[i] + shuffle_xor(sums[count // 2 + i], mask)
+
+    @device
+    def exchange_rows(sums, count, upper, mask):
         for i in range(count // 2):
             mine, other = sums[i], sums[count // 2 + i]
             if upper:
@@ -527,27 +626,32 @@ def _logit_summer(task: Attention):
     def sum_logits(queries, keys, partial, thread):
         sums = cuda.local.array(all_sums, types.float32)
         k = cuda.local.array(wide, types.float32)
+        q_at = cuda.local.array(runs, types.int64)
         head, row = head_and_row(thread % tile_threads)
         part = thread // tile_threads
         for i in range(all_sums):
             sums[i] = 0
         vector = vector_of(part)
-        q_at, k_at = queries + head * size + 16 * vector, keys + row * size + 16 * vector
+        lane_part, first = part % warp_parts, i32(0)
+        set_runs(q_at, queries + head * query + 16 * vector, lane_part)
+        k_at = keys + row * size + vector_bytes * vector
         turn = i32(0)
         while turn < turns:
             add_vector(sums, k, q_at, k_at)
-            q_at += apart
-            k_at += apart
+            move_runs(q_at)
+            k_at += vector_bytes * parts
             turn = i32(turn + 1)
         if rest > 0:
             if vector < rest:
                 add_vector(sums, k, q_at, k_at)
-        lane_part, first = part % warp_parts, i32(0)
         for stage in range(stages):
             mask, count = tile_threads << stage, all_sums >> stage
             upper = (lane_part >> stage) & 1
             if count > 1:
-                exchange(sums, count, upper != 0, mask)
+                if stage < turns_of_heads:
+                    exchange_heads(sums, count, mask)
+                else:
+                    exchange_rows(sums, count, upper != 0, mask)
                 first = i32(first + upper * (count // 2))
             else:
                 sums[0] = sums[0] + shuffle_xor(sums[0], mask)
@@ -567,39 +671,38 @@ def _logit_summer(task: Attention):
 
 
 def _softmax(task: Attention):
-    """A function by which a block's threads turn a tile's logits into weights, and the largest logit so far of a head,
-    which its threads have, into the next one.
+    """A function by which a block's threads turn a tile's logits into weights [HEADS, ROWS], and the largest logit so
+    far of a head, which its threads have, into the next one.
 
     A thread has ``each`` rows of one head, and the next ones are its neighbours'. Rows stand in the order 0, step,
-    2 step, ..., 1, 1 + step, ...
+    2 step, ..., 1, 1 + step, ... The weights take the place of the first warp's part of the logits: of those, a thread
+    reads no others.
     """
     shared, heads, rows = task.shared, task.block_heads, task.block_rows
     each, partials, my_rows = shared.each, shared.partials, shared.tile_rows
     lanes, row_step, run = rows // each, rows // my_rows, min(each, VECTOR)
-    partial_at, weights_at, factors_at = shared.partial, shared.weights, shared.factors
-
-    @device
-    def fetch_one(address):
-        return (shared_fetch(address),)
-
-    fetch_run = {1: fetch_one, 2: shared_fetch_pair, 4: shared_fetch128}[run]
+    partial_at, factors_at, last_head = shared.partial, shared.factors, heads - 1
+    busy = heads * lanes  # threads that have logits
+    all_busy = busy == task.threads
+    fetch_run = value_fetcher(4, run)
     stages = lanes.bit_length() - 1
 
     @device
     def weigh(memory, places, whole, scale, top, thread):
         """The new top, by what the weights so far shrink, and the sum of the head's new weights."""
         logits = cuda.local.array(each, types.float32)
-        head, lane = min(thread // lanes, heads - 1), thread % lanes
+        head, lane = thread // lanes if all_busy else min(thread // lanes, last_head), thread % lanes
         first = lane * each
         row = first // my_rows + first % my_rows * row_step
         raised = top
         for i in range(0, each, run):
             for j in range(run):
                 logits[i + j] = 0
-            for part in range(partials):
-                some = fetch_run(memory + partial_at + 4 * ((part * heads + head) * rows + first + i))
-                for j in range(run):
-                    logits[i + j] = logits[i + j] + some[j]
+            if all_busy or thread < busy:
+                for part in range(partials):
+                    some = fetch_run(memory + partial_at + 4 * ((part * heads + head) * rows + first + i))
+                    for j in range(run):
+                        logits[i + j] = logits[i + j] + some[j]
         for i in range(each):
             logits[i] = mul(logits[i], scale)
             if not whole:
@@ -614,14 +717,19 @@ def _softmax(task: Attention):
             shift = float_of(0)
         shrink, added = exp2(sub(top, shift)), float_of(0)
         for i in range(each):
-            weight = exp2(sub(logits[i], shift))
-            other = row + i // my_rows + i % my_rows * row_step
-            if thread < heads * lanes:
-                shared_put(memory + weights_at + 4 * (other * heads + head), weight)
-            added = added + weight
+            logits[i] = exp2(sub(logits[i], shift))
+            added = added + logits[i]
+        if all_busy or thread < busy:
+            at = memory + partial_at + 4 * (head * rows + first)
+            for i in range(0, each, run):
+                if run == VECTOR:
+                    shared_put128(at + 4 * i, logits[i], logits[i + 1], logits[i + 2], logits[i + 3])
+                else:
+                    for j in range(run):
+                        shared_put(at + 4 * (i + j), logits[i + j])
         for stage in range(stages):
             added = added + shuffle_xor(added, 1 << stage)
-        if lane == 0 and thread < heads * lanes:
+        if lane == 0 and (all_busy or thread < busy):
             shared_put(memory + factors_at + 4 * head, shrink)
         return raised, shrink, added
 
@@ -642,16 +750,17 @@ class Columns(NamedTuple):
     turns: int
 
 
-def columns_of(value_dim: int, heads: int, threads: int) -> Columns:
+def columns_of(value_dim: int, heads: int, threads: int, value_bytes: int) -> Columns:
     """The way to share a block's sums in which a row takes the least time: that of its products, four warps' at once,
     or that of what they read of shared memory, 128 bytes at a time."""
     found = []
-    for width in (4, 2, 1):
+    packed = value_bytes == 2
+    for width in (4, 2) if packed else (4, 2, 1):
         groups = 1
         while groups <= min(heads, threads):
             mine, turns = heads // groups, -(-value_dim // (width * (threads // groups)))
-            reads = turns + -(-mine // VECTOR)
-            issued, moved = turns * width * mine + reads, turns * width + -(-mine // VECTOR)
+            reads, values = turns + mine / VECTOR, turns * width
+            issued, moved = values * mine + reads + packed * values, values * value_bytes / 4 + mine / VECTOR
             found.append((max(issued / 4, moved), issued, Columns(width, mine, turns)))
             groups *= 2
     return min(found)[2]
@@ -672,30 +781,27 @@ def attention_kernel(task: Attention, source: Source):
     """
     shared = task.shared
     heads, rows, threads = task.block_heads, task.block_rows, task.threads
-    all_heads, group, value_dim, dim, size = task.heads, task.group, task.value_dim, shared.dim, shared.row
+    all_heads, group, value_dim, dim = task.heads, task.group, task.value_dim, shared.dim
+    size, query_size, value_bytes = shared.row, shared.query, shared.value_bytes
     head_blocks, group_blocks, last_thread = task.head_blocks, -(-group // heads), threads - 1
     padded, octets = shared.padded, dim // OCTET
-    keys_at, values_at, partial_at, weights_at = shared.keys, shared.values, shared.partial, shared.weights
+    keys_at, values_at, partial_at = shared.keys, shared.values, shared.partial
     factors_at, places_at, lanes = shared.factors, shared.places, rows // shared.each
-    lookups, step_rows, some_rows = -(-rows // threads), 16 * rows, min(rows, 4)
+    lookups, step_rows, my_rows, row_step = -(-rows // threads), 16 * rows, shared.tile_rows, rows // shared.tile_rows
     scaled, sinked, whole, q_bytes = task.scaled, task.sinked, task.whole, ELEMENT_BYTES[task.dtype]
     read_query = element_reader(task.dtype)
     read_aligned, read_octet = octet_reader(task.dtype, True), octet_reader(task.dtype, False)
-    bounds_of, entry_of, place_of, words_of, ahead, fetch_tile, load_tile, prepare = source
+    bounds_of, entry_of, place_of, words_of, ahead, fetch_tile, fetch_more, load_tile, prepare = source
     sum_logits, weigh = _logit_summer(task), _softmax(task)
-    width, my_heads, turns = columns_of(value_dim, heads, threads)
+    width, my_heads, turns = columns_of(value_dim, heads, threads, value_bytes)
     column_threads, my_columns, all_sums = threads * my_heads // heads, turns * width, turns * my_heads * width
-    last_column, run = -(-value_dim // width) - 1, min(my_heads, VECTOR)
+    last_column, run, all_values = -(-value_dim // width) - 1, min(my_heads, VECTOR), my_rows * my_columns
     out_dtype = task.dtype if whole else "fp32"
     out_bytes, write, encode = ELEMENT_BYTES[out_dtype], element_writer(out_dtype), encoder(out_dtype)
     wide, put_pair = width == VECTOR and value_dim % VECTOR == 0, pair_putter(8)
 
-    @device
-    def fetch_one(address):
-        return (shared_fetch(address),)
-
-    fetchers = {1: fetch_one, 2: shared_fetch_pair, 4: shared_fetch128}
-    fetch_values, fetch_weights = fetchers[width], fetchers[run]
+    fetch_values, fetch_factors = value_fetcher(value_bytes, width), value_fetcher(4, run)
+    fetch_weights = value_fetcher(4, my_rows)
 
     @device
     def again(thread):
@@ -722,7 +828,7 @@ def attention_kernel(task: Attention, source: Source):
         if first_head + head >= last_head:
             nothing = float_of(0)
             x = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-        target = shared_at + head * size + 4 * at
+        target = shared_at + head * query_size + 4 * at
         shared_put128(target, x[0], x[1], x[2], x[3])
         shared_put128(target + 16, x[4], x[5], x[6], x[7])
 
@@ -746,7 +852,7 @@ def attention_kernel(task: Attention, source: Source):
             x = float_of(0)
             if first_head + head < last_head and at < dim:
                 x = read_query(q[0] + query * q[1] + (first_head + head) * q[2] + at * q_bytes)
-            shared_put(shared_at + head * size + 4 * at, x)
+            shared_put(shared_at + head * query_size + 4 * at, x)
             item = i32(item + threads)
 
     load_queries = load_octets if dim % OCTET == 0 else load_elements
@@ -758,12 +864,6 @@ def attention_kernel(task: Attention, source: Source):
         return total if total != 0 else float_of(0x3F800000)
 
     @device
-    def forget_word(i, words):
-        words[i] = anything()
-
-    forget = unrolled(forget_word, words_of)
-
-    @device
     def columns_at(thread):
         """A thread's first column, in units of ``width``, and its first head."""
         return i32(thread % column_threads), i32(thread // column_threads * my_heads)
@@ -771,7 +871,7 @@ def attention_kernel(task: Attention, source: Source):
     @device
     def shrink_sums(sums, factors):
         for some in range(0, my_heads, run):
-            shrink = fetch_weights(factors + 4 * some)
+            shrink = fetch_factors(factors + 4 * some)
             for turn in range(turns):
                 for i in range(run):
                     for column in range(width):
@@ -779,22 +879,25 @@ def attention_kernel(task: Attention, source: Source):
                         sums[at] = mul(sums[at], shrink[i])
 
     @device
-    def add_row(row, sums, x, values, weights, column):
-        """A row's values times its weights, to a thread's sums [turns, my_heads, width]."""
-        values, weights = values + row * size, weights + 4 * row * heads
+    def fetch_row(row, x, values, column):
+        """A thread's values of a row, as [turns, width]."""
         for turn in range(turns):
-            value = fetch_values(values + 4 * width * min(column + turn * column_threads, last_column))
+            at = value_bytes * width * min(column + turn * column_threads, last_column)
+            value = fetch_values(values + row * row_step * size + at)
             for i in range(width):
-                x[turn * width + i] = value[i]
-        for some in range(0, my_heads, run):
-            weight = fetch_weights(weights + 4 * some)
-            for turn in range(turns):
-                for i in range(run):
-                    for column in range(width):
-                        at = (turn * my_heads + some + i) * width + column
-                        sums[at] = fma(weight[i], x[turn * width + column], sums[at])
+                x[row * my_columns + turn * width + i] = value[i]
 
-    add_rows = unrolled(add_row, some_rows)
+    @device
+    def add_head(head, sums, x, weights):
+        """Some rows' values times a head's weights, to a thread's sums [turns, my_heads, width]."""
+        weight = fetch_weights(weights + 4 * head * rows)
+        for row in range(my_rows):
+            for turn in range(turns):
+                for i in range(width):
+                    at = (turn * my_heads + head) * width + i
+                    sums[at] = fma(weight[row], x[row * my_columns + turn * width + i], sums[at])
+
+    fetch_rows, add_heads = unrolled(fetch_row, my_rows), unrolled(add_head, my_heads)
 
     @device
     def write_columns(address, sums, first, scaling, left):
@@ -821,17 +924,17 @@ def attention_kernel(task: Attention, source: Source):
     #      those values. It also shows all threads where the next tile's rows stand (written after the last barrier 4),
     #      and tells whether all of them exist.
     #   2  a tile's rows as they are written, from the logits that read them.
-    #   3  the partial sums as they are written, from the softmax that reads them: the next ones come after the next
-    #      tile's barriers 1 and 2.
+    #   3  the partial sums as they are written, from the softmax that reads them and puts weights in the place of some
+    #      (those which the same thread has read): the next ones come after the next tile's barriers 1 and 2.
     #   4  weights and factors as they are written, from the sums that read them: the next ones come after the next
-    #      tile's barrier 3, so after its barrier 1. It also tells whether any head's largest logit was raised.
+    #      tile's barriers 1 and 2 too. It also tells whether any head's largest logit was raised.
     # Where rows stand is kept for three tiles: a tile's softmax reads its own (before barrier 4), threads that read
     # ahead the next one's (after barrier 1), and those of the tile after it are written behind barrier 4, in the place
     # of the last tile's, whose softmax all threads have left then.
     def kernel(q, cache, rows_of, result, lse, sink, cache_scale, scale, num_slots, block_stride, length, splits):
         memory = address_of(cuda.shared.array(0, types.float64))
         sums = cuda.local.array(all_sums, types.float32)
-        x = cuda.local.array(my_columns, types.float32)
+        x = cuda.local.array(all_values, types.float32)
         words = cuda.local.array(words_of, types.int32)
         entries = cuda.local.array(lookups, types.int64)
         thread = i32(cuda.threadIdx.x & last_thread)
@@ -849,12 +952,16 @@ def attention_kernel(task: Attention, source: Source):
         prepare(memory, rows_of, thread)
         for i in range(all_sums):
             sums[i] = 0
-        forget(words)
+        for i in range(words_of):
+            words[i] = 0
         top, total = float_of(_MINUS_INFINITY), float_of(0)
         column = i32(dim + thread)
         while column < padded:  # what a vector reads behind a row
             for row in range(rows):
-                shared_put(memory + keys_at + row * size + 4 * column, float_of(0))
+                if value_bytes == 2:
+                    shared_put16(memory + keys_at + row * size + 2 * column, i32(0))
+                else:
+                    shared_put(memory + keys_at + row * size + 4 * column, float_of(0))
             column = i32(column + threads)
         here = memory + places_at
         coming, after = here + step_rows, here + 2 * step_rows
@@ -877,8 +984,9 @@ def attention_kernel(task: Attention, source: Source):
                 shared_put64(coming + 16 * row, place)
                 shared_put64(coming + 16 * row + 8, other)
         whole_tile = cuda.syncthreads_and(first_there) != 0
-        if ahead and whole_tile:
-            fetch_tile(words, here, thread)
+        if ahead:
+            fetch_tile(words, here, thread, whole_tile)
+            fetch_more(words, here, thread, whole_tile)
         while tile < last:
             whole_next = cuda.syncthreads_and(there) != 0  # 1
             load_tile(memory, here, words, thread, whole_tile)
@@ -890,10 +998,7 @@ def attention_kernel(task: Attention, source: Source):
             cuda.syncthreads()  # 2
             sum_logits(memory, memory + keys_at, memory + partial_at, again(thread))
             if ahead:
-                if whole_next:
-                    fetch_tile(words, coming, thread)
-                else:  # no register need keep the last ones
-                    forget(words)
+                fetch_tile(words, coming, thread, whole_next)
             cuda.syncthreads()  # 3
             raised, shrink, added = weigh(memory, here, whole_tile, scale, top, again(thread))
             total = fma(total, shrink, added)
@@ -904,13 +1009,16 @@ def attention_kernel(task: Attention, source: Source):
             my_column, my_first = columns_at(thread)
             if cuda.syncthreads_or(grown) != 0:  # 4
                 shrink_sums(sums, memory + factors_at + 4 * my_first)
-            values, weights = memory + values_at, memory + weights_at + 4 * my_first
-            done = i32(0)
-            while done < rows:
-                add_rows(sums, x, values, weights, my_column)
-                done = i32(done + some_rows)
-                values += some_rows * size
-                weights += some_rows * 4 * heads
+            values, weights = memory + values_at, memory + partial_at + 4 * my_first * rows
+            row = i32(0)
+            while row < row_step:
+                fetch_rows(x, values, my_column)
+                add_heads(sums, x, weights)
+                row = i32(row + 1)
+                values += size
+                weights += 4 * my_rows
+            if ahead:
+                fetch_more(words, coming, thread, whole_next)
             there = i32(1)
             for i in range(lookups):
                 row = thread + i * threads

@@ -78,6 +78,29 @@ def decode_e2m1(code):
 
 
 @device
+def scaled_e2m1_octet(word, scale):
+    """Eight codes times an E8M0 scale (its byte, 2 to 252), as bf16, two to a word.
+
+    The codes' magnitudes, 0, 1/2, 1, 3/2, 2, 3, 4 and 6, times the scale are a table of four words. The last three bits
+    of a code choose a byte of its lower halves, and one of its upper halves.
+    """
+    half, one = i32((scale << 23) - 0x800000), i32(scale * 0x800080 + 0x400000)  # with 0, and with 3/2
+    two, four = i32(one + 0x800080), i32(one + 0x1000100)
+    lower_a, lower_b = permuted(half, one, 0x6420), permuted(two, four, 0x6420)
+    upper_a, upper_b = permuted(half, one, 0x7531), permuted(two, four, 0x7531)
+    first, last = i32(word & 0x77777777), i32((word & 0x77777777) >> 16)
+    a, b = permuted(lower_a, lower_b, first), permuted(upper_a, upper_b, first)
+    c, d = permuted(lower_a, lower_b, last), permuted(upper_a, upper_b, last)
+    even = i32(word << 4)  # the signs of even codes begin its bytes
+    return (
+        i32(permuted(a, b, 0x5140) | (permuted(word, even, 0x0040) & _SIGNS)),
+        i32(permuted(a, b, 0x7362) | (permuted(word, even, 0x1050) & _SIGNS)),
+        i32(permuted(c, d, 0x5140) | (permuted(word, even, 0x2060) & _SIGNS)),
+        i32(permuted(c, d, 0x7362) | (permuted(word, even, 0x3070) & _SIGNS)),
+    )  # fmt: skip
+
+
+@device
 def encode_e4m3(x):
     """Finite fp32 to an E4M3 byte: nearest, ties to even, saturating.
 

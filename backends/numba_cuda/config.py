@@ -11,6 +11,7 @@ from mxkv.splitting import parts_of
 
 VECTOR = 4  # fp32 of an access to shared memory
 WARP = 32
+_BANKS = 128  # bytes of shared memory that are read at a time
 SIMULATED_THREADS = 4  # the simulator runs a Python thread for each
 
 
@@ -69,7 +70,7 @@ class AttendConfig:
         block_heads: Heads of a block, a power of two of at least 2.
         block_rows: Rows of a tile, a power of two, 2 to 32.
         blocks_per_unit: How many blocks a multiprocessor is to have: a query's rows are split where there are fewer.
-        tile_heads: Heads of which a thread sums logits, at most: 4 or 8.
+        tile_heads: Heads of which a thread sums logits, at most: 4, 8 or 16.
         ahead: Whether a thread reads its bytes of the next tile before it adds this one's values up.
         resident: How many blocks a multiprocessor is to hold at once: the compiler gives a thread no more registers
             than that allows.
@@ -86,6 +87,7 @@ class AttendConfig:
 
 MOST_SHARED = 99 << 10  # of compute capability 8.6; where there is more, two blocks are to fit
 _LEAST_TILES = 2  # of a split
+_RESERVED = 1 << 10  # of a block's shared memory, for the system
 _SIMULATED = (AttendConfig(SIMULATED_THREADS, 4, 4, 1, 4), AttendConfig(2, 2, 4, 2, 4, False))
 
 
@@ -99,23 +101,26 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
     few = max(heads // 2, 2)
     kinds = [
         # threads, block_heads, block_rows, tile_heads, ahead, resident
+        (128, heads, 32, 16, True, 3),
+        (128, heads, 32, 8, True, 3),
+        (128, heads, 32, 16, False, 3),
         (128, heads, 16, 8, True, 3),
-        (128, heads, 16, 8, False, 3),
-        (128, heads, 16, 4, True, 3),
-        (128, heads, 8, 4, True, 3),
+        (128, heads, 16, 4, False, 4),
+        (128, few, 32, 8, False, 4),
         (128, few, 16, 8, True, 3),
         (128, few, 8, 8, True, 3),
         (128, 4, 4, 4, False, 4),
         (128, 2, 2, 4, False, 4),
     ]
     if spec.heads >= 32:
-        kinds.insert(3, (256, 32, 8, 4, False, 2))
+        kinds.insert(4, (256, 32, 16, 4, True, 2))
     found = [
-        AttendConfig(threads, block_heads, block_rows, blocks, tile_heads, ahead, resident)
+        AttendConfig(threads, block_heads, block_rows, blocks, min(tile_heads, max(block_heads, 4)), ahead, resident)
         for threads, block_heads, block_rows, tile_heads, ahead, resident in kinds
         for blocks in (2 * resident, resident, 2)
     ]
-    return tuple(dict.fromkeys(config for config in found if fits(spec, target, config)))
+    fitting = dict.fromkeys(config for config in found if fits(spec, target, config))
+    return tuple(sorted(fitting, key=lambda config: _too_large(spec, target, config)))
 
 
 def guess(
@@ -139,8 +144,25 @@ def guess(
 
 def fits(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
     """Whether a block's shared memory holds its tiles."""
-    needed = Shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows, config.tile_heads).bytes
-    return needed <= max(min(target.shared_memory, MOST_SHARED), target.shared_memory // 2)
+    return shared_of(spec, config).bytes <= max(min(target.shared_memory, MOST_SHARED), target.shared_memory // 2)
+
+
+def _too_large(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
+    """Whether tiles of 32 rows make blocks so large that a multiprocessor holds fewer than with 16."""
+    smaller = dataclasses.replace(config, block_rows=16)
+    return config.block_rows == 32 and not held(spec, target, config) and held(spec, target, smaller)
+
+
+def held(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
+    """Whether a multiprocessor has the shared memory for the blocks that it is to hold; each takes 1 KiB more."""
+    return config.resident * (shared_of(spec, config).bytes + _RESERVED) <= target.shared_memory + _RESERVED
+
+
+def shared_of(spec: AttendSpec, config: AttendConfig) -> Shared:
+    """A block's shared memory."""
+    return Shared(
+        spec.latent_dim, config.threads, config.block_heads, config.block_rows, config.tile_heads, value_bytes=2
+    )
 
 
 def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:
@@ -151,6 +173,11 @@ def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, c
     return parts_of(tiles, wanted)
 
 
+def _apart(size: int, step: int) -> int:
+    """The least number from a size on that is a step behind a multiple of what all banks have."""
+    return size + (step - size) % _BANKS
+
+
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """A block's shared memory: where its parts start, in bytes; and how its threads share the logits of a tile.
@@ -159,6 +186,7 @@ class Shared:
         dim: Values of a row.
         threads, block_heads, block_rows: Of a block.
         most_heads: Heads of which a thread sums logits, at most.
+        value_bytes: Of a value of a tile's row: 2 (bf16) or 4 (fp32). Queries are fp32.
         apart: Whether keys and values are different rows.
         table: fp32 numbers that a block keeps beside them.
     """
@@ -168,6 +196,7 @@ class Shared:
     block_heads: int
     block_rows: int
     most_heads: int
+    value_bytes: int = 4
     apart: bool = False
     table: int = 0
 
@@ -211,13 +240,24 @@ class Shared:
         return -(-self.dim // VECTOR) * VECTOR
 
     @property
-    def row(self) -> int:
-        """From one row to the next; neighbouring rows stand in different banks."""
+    def query(self) -> int:
+        """From one head's query to the next. Neighbouring ones stand in different banks; beside rows of bf16, so do
+        neighbouring vectors of them."""
+        if self.value_bytes == 2:
+            return _apart(4 * self.padded, 32)
         return 4 * (self.padded + VECTOR * (1 + self.padded // VECTOR % 2))
 
     @property
+    def row(self) -> int:
+        """From one row of a tile to the next. The rows that lanes read at a time stand in different banks; those of
+        bf16 as far apart as they can, since lanes read neighbouring vectors of 8 bytes of each."""
+        if self.value_bytes == 2:
+            return _apart(2 * self.padded, _BANKS // (self.block_rows // self.tile_rows))
+        return self.query
+
+    @property
     def keys(self) -> int:
-        return self.block_heads * self.row
+        return self.block_heads * self.query
 
     @property
     def values(self) -> int:
@@ -225,18 +265,13 @@ class Shared:
 
     @property
     def partial(self) -> int:
-        """Logits [partials, HEADS, ROWS], not yet added up."""
+        """Logits [partials, HEADS, ROWS], not yet added up; then, in the place of the first of them, weights."""
         return self.values + self.block_rows * self.row
-
-    @property
-    def weights(self) -> int:
-        """[ROWS, HEADS]."""
-        return self.partial + 4 * self.partials * self.block_heads * self.block_rows
 
     @property
     def factors(self) -> int:
         """What the sums so far are multiplied by [HEADS]."""
-        return self.weights + 4 * self.block_heads * self.block_rows
+        return self.partial + 4 * self.partials * self.block_heads * self.block_rows
 
     @property
     def places(self) -> int:

@@ -123,7 +123,7 @@ def kv_source(task: AttendKVTask) -> Source:
     fetch_key = code_fetcher(key_bits if normed else 4, record.alignment)
     fetch_value = code_fetcher(value_bits, record.alignment)
     fill_table = table_filler(record, threads)
-    rotate = rotator(record, task.block_heads, size, threads, False)
+    rotate = rotator(record, task.block_heads, shared.query, threads, False)
 
     @device
     def start_of(rows_of, sequence):

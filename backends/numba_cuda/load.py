@@ -19,7 +19,6 @@ from numba import cuda
 from mxkv.backends.numba_cuda import codec
 from mxkv.backends.numba_cuda.addressing import place_finder
 from mxkv.backends.numba_cuda.primitives import (
-    bits_of,
     device,
     fetch8,
     fetch16,
@@ -41,6 +40,7 @@ from mxkv.backends.numba_cuda.rows import (
     halves_of,
     octet_writer,
     quad_putter,
+    upper_halves,
     word_fetcher,
 )
 from mxkv.backends.numba_cuda.tasks import WIDEST, LoadTask, Record
@@ -58,7 +58,6 @@ class Decoder(NamedTuple):
         is_plain: Of the body's words, whether bf16 holds every product as it is, neither rounded nor saturated, and the
             scale is a normal number.
         decode_plain: As decode_body, of words of which that is so.
-        exchange_body, exchange_tail: From a step's words of eight to those with its last four elements first.
     """
 
     fetch_body: Any
@@ -67,8 +66,6 @@ class Decoder(NamedTuple):
     decode_tail: Any
     is_plain: Any
     decode_plain: Any
-    exchange_body: Any
-    exchange_tail: Any
 
 
 def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
@@ -118,10 +115,6 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         return e2m1_octet(words[0], plain_factor_of(words[3], factor))
 
     @device
-    def exchange_e2m1(words):
-        return i32((words[0] << 16) | ((words[0] >> 16) & 0xFFFF)), words[1], words[2], words[3]
-
-    @device
     def fetch_e4m3(values_at, scales_at, at):
         return fetch_word(values_at + at), fetch_word(values_at + at + 4), i32(0), fetch_scale(scales_at, at)
 
@@ -143,10 +136,6 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         return e4m3_octet(words[0], words[1], plain_factor_of(words[3], factor))
 
     @device
-    def exchange_e4m3(words):
-        return words[1], words[0], words[2], words[3]
-
-    @device
     def fetch_bf16(address):
         if whole_words:
             return fetch128(address)
@@ -159,10 +148,6 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
     @device
     def plain_eight(words, factor):
         return halves_of(words)
-
-    @device
-    def exchange_bf16(words):
-        return words[2], words[3], words[0], words[1]
 
     @device
     def fetch_tail(values_at, at):
@@ -233,14 +218,14 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
             "bf16": (fetch_plain_pair, plain_two),
         }
         fetch, decode = pairs[element]
-        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain, decode, None, None)
+        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain, decode)
     octets = {
-        "e2m1": (fetch_e2m1, e2m1_eight, plain_e2m1_eight, exchange_e2m1),
-        "e4m3": (fetch_e4m3, e4m3_eight, plain_e4m3_eight, exchange_e4m3),
-        "bf16": (fetch_plain, plain_eight, plain_eight, exchange_bf16),
+        "e2m1": (fetch_e2m1, e2m1_eight, plain_e2m1_eight),
+        "e4m3": (fetch_e4m3, e4m3_eight, plain_e4m3_eight),
+        "bf16": (fetch_plain, plain_eight, plain_eight),
     }
-    fetch, decode, decode_plain, exchange = octets[element]
-    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain, decode_plain, exchange, exchange_bf16)
+    fetch, decode, decode_plain = octets[element]
+    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain, decode_plain)
 
 
 def _plain_scales(record: Record) -> tuple[int, int]:
@@ -258,15 +243,10 @@ def load_kernel(task: LoadTask):
     index_bytes, scaled, largest, size = task.index_bytes, task.scaled, task.dtype_max, ELEMENT_BYTES[task.dtype]
     plain_bf16, to_bf16 = record.element == "bf16", task.dtype == "bf16"
     place_of = place_finder(record)
-    fetch_body, fetch_tail, decode_body, decode_tail, is_plain, *_ = step_decoder(record, scaled)
+    fetch_body, fetch_tail, decode_body, decode_tail, is_plain, _ = step_decoder(record, scaled)
     encode, put = encoder(task.dtype), put32 if task.dtype == "fp32" else put16
     put_octet = octet_writer(task.dtype, task.aligned)
     put_words = quad_putter(WIDEST if task.aligned else 2)
-
-    @device
-    def upper(x, y):
-        """The upper halves of two numbers in a word."""
-        return i32(((bits_of(x) >> 16) & 0xFFFF) | (bits_of(y) & -0x10000))
 
     @device
     def put_eight(address, x, keep_infinite, first):
@@ -287,7 +267,7 @@ def load_kernel(task: LoadTask):
         """What bf16 holds as it is."""
         put_words(
             address,
-            upper(x[0], x[1]), upper(x[2], x[3]), upper(x[4], x[5]), upper(x[6], x[7]),
+            upper_halves(x[0], x[1]), upper_halves(x[2], x[3]), upper_halves(x[4], x[5]), upper_halves(x[6], x[7]),
         )  # fmt: skip
 
     @device

@@ -34,8 +34,12 @@ add, mul, div, fma, sqrt, exp2, log2 = (
 address_of, shared_fetch, shared_fetch64, shared_fetch128 = (
     primitives.address_of, primitives.shared_fetch, primitives.shared_fetch64, primitives.shared_fetch128,
 )  # fmt: skip
-shared_fetch_pair, anew, anything = primitives.shared_fetch_pair, primitives.anew, primitives.anything
-shared_put, shared_put64, shared_put128 = primitives.shared_put, primitives.shared_put64, primitives.shared_put128
+shared_fetch_pair, shared_fetch_words = primitives.shared_fetch_pair, primitives.shared_fetch_words
+shared_put, shared_put16, shared_put64, shared_put128, shared_put_words = (
+    primitives.shared_put, primitives.shared_put16, primitives.shared_put64, primitives.shared_put128,
+    primitives.shared_put_words,
+)  # fmt: skip
+anew, permuted = primitives.anew, primitives.permuted
 
 
 def device(function):

@@ -106,7 +106,7 @@ def address_of(array):
 
 
 shared_fetch, shared_fetch64 = fetch_float, fetch64
-shared_put, shared_put64 = put_float, put64
+shared_put, shared_put16, shared_put64, shared_put_words = put_float, put16, put64, put128
 
 
 def shared_fetch128(address):
@@ -115,6 +115,10 @@ def shared_fetch128(address):
 
 def shared_fetch_pair(address):
     return tuple((ctypes.c_float * 2).from_address(address))
+
+
+def shared_fetch_words(address):
+    return tuple((ctypes.c_int32 * 2).from_address(address))
 
 
 def shared_put128(address, a, b, c, d):
@@ -141,9 +145,10 @@ def shuffle_xor(x, mask):
     return found
 
 
+def permuted(a, b, selector):
+    source = struct.pack("<II", u32(a), u32(b))
+    return int.from_bytes(bytes(source[selector >> 4 * i & 7] for i in range(4)), "little", signed=True)
+
+
 def anew(x):
     return x
-
-
-def anything():
-    return 0
