@@ -2,16 +2,17 @@
 
     grid      one block for (query, HEADS of its heads, one split of its rows); then, if there are several splits, one
               for (query, head), which merges them
-    tile      ROWS rows, decoded into shared memory [ROWS, dim]; a query's heads stay there too [HEADS, dim]
-    logits    a thread sums 8 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes of a
-              warp add their parts up by shuffles, the warps theirs in shared memory
+    tile      ROWS rows in shared memory [ROWS, dim], as bf16, which holds them (keys and values as fp32); a query's
+              heads stay there too [HEADS, dim], as fp32
+    logits    a thread sums 4, 8 or 16 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes
+              of a warp add their parts up by shuffles, the warps theirs in shared memory
     weights   neighbouring lanes have a head's rows, and find its largest logit and their sum by shuffles
     sums      a thread has 4 neighbouring dims (or 2, or 1) of several heads, 64 sums where there are enough
     reads     selected records, once for each HEADS heads; of the next tile while this one is added up
 
 There are no tensor cores here: 2 * HEADS operations a value are what the time goes into. What they read of shared
-memory is read in 16 bytes and takes part in several of them, and lanes that read the same are neighbours: 16 bytes for
-each of 32 lanes are four accesses of 128 bytes, and two where they are pairs.
+memory is read in 16 bytes, or 8 of bf16, and takes part in several of them, and lanes that read the same are
+neighbours: 16 bytes for each of 32 lanes are four accesses of 128 bytes, and two where they are pairs.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ from mxkv.backends.numba_cuda.rows import (
     encoder,
     octet_reader,
     pair_putter,
-    upper_halves,
 )
 from mxkv.backends.numba_cuda.tasks import OCTET, Record
 
@@ -274,8 +274,9 @@ def latent_steps(task: AttendTask) -> Steps:
     """A latent row's: what a load to bf16 gives."""
     record, step, dim, body = task.record, task.record.step, task.record.dim, task.record.body
     size, keys_at, as_is = task.shared.row, task.shared.keys, task.record.element == "bf16"
-    skipped = dim % 2 if step == _PAIR else 0
-    fetch_body, fetch_tail, decode_body, _, body_is_plain, decode_plain = step_decoder(record, False)
+    pairs = step == _PAIR
+    skipped = dim % 2 if pairs else 0
+    fetch_body, fetch_tail, decode_body, _, _, packs, pack = step_decoder(record, False)
 
     @device
     def tidy(x):
@@ -294,32 +295,26 @@ def latent_steps(task: AttendTask) -> Steps:
 
     @device
     def is_plain(words, of_tail):
-        return of_tail or as_is or body_is_plain(words)
+        return of_tail or pairs or packs(words)
 
     @device
-    def put_upper(address, x):
-        shared_put_words(
-            address,
-            upper_halves(x[0], x[1]), upper_halves(x[2], x[3]), upper_halves(x[4], x[5]), upper_halves(x[6], x[7]),
-        )  # fmt: skip
+    def put_four(address, words):
+        shared_put_words(address, words[0], words[1], words[2], words[3])
 
     @device
     def put_eight(memory, row, line, words, of_tail, plain):
         address = memory + keys_at + row * size + 2 * OCTET * line
-        if of_tail or as_is:
-            shared_put_words(address, words[0], words[1], words[2], words[3])
-        elif plain:
-            put_upper(address, decode_plain(words, float_of(0x3F800000)))
+        if of_tail:
+            put_four(address, words)
+        elif plain or packs(words):
+            put_four(address, pack(words))
         else:
             x = decode_body(words, float_of(0x3F800000))
-            if body_is_plain(words):
-                put_upper(address, x)
-            else:
-                shared_put_words(
-                    address,
-                    i32(tidy(x[0]) | tidy(x[1]) << 16), i32(tidy(x[2]) | tidy(x[3]) << 16),
-                    i32(tidy(x[4]) | tidy(x[5]) << 16), i32(tidy(x[6]) | tidy(x[7]) << 16),
-                )  # fmt: skip
+            shared_put_words(
+                address,
+                i32(tidy(x[0]) | tidy(x[1]) << 16), i32(tidy(x[2]) | tidy(x[3]) << 16),
+                i32(tidy(x[4]) | tidy(x[5]) << 16), i32(tidy(x[6]) | tidy(x[7]) << 16),
+            )  # fmt: skip
 
     @device
     def clear_eight(memory, row, line):
@@ -346,7 +341,7 @@ def latent_steps(task: AttendTask) -> Steps:
     def clear_two(memory, row, line):
         put_halves(memory, row, line, i32(0), i32(0))
 
-    put, clear = (put_two, clear_two) if step == _PAIR else (put_eight, clear_eight)
+    put, clear = (put_two, clear_two) if pairs else (put_eight, clear_eight)
     return Steps(-(-dim // step), 4, body < dim, is_tail, fetch, is_plain, put, clear)
 
 

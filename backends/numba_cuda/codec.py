@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from mxkv.backends.numba_cuda.primitives import add, bits_of, device, div, float_of, fma, i32, mul, u32
+from mxkv.backends.numba_cuda.primitives import (
+    add,
+    bits_of,
+    device,
+    div,
+    float_of,
+    fma,
+    i32,
+    mul,
+    permuted,
+    u32,
+)
 from mxkv.numerics import BF16_NAN, E4M3_NAN, E8M0_NAN, E8M0_ONE, float_bits
 
 MAGNITUDE = 0x7FFFFFFF
@@ -15,6 +26,8 @@ _E4M3_LEAST_NORMAL = float_bits(2.0**-6)
 _E4M3_LEAST_SCALE = float_bits(2.0**-9)
 _E4M3_MAGIC = 20 << 23  # from a binade to the one whose last bit is an eighth of it
 _E4M3_BIAS = 121 << 3
+_SIGNS = -0x7FFF8000  # of two bf16
+_E4M3_BITS = -0x78100000  # a sign, and seven bits that begin where the last four of fp32's exponent do
 _HALVES = float_bits(2.0**22)  # numbers of this binade end in 1/2
 # What eight of them add up to, each shifted four bits further, less what they stand for.
 _HALVES_SHIFTED = sum(_HALVES << 4 * i for i in range(8)) & 0xFFFFFFFF
@@ -69,6 +82,18 @@ def decode_e4m3(code):
     if (code & 0x7F) == E4M3_NAN:
         return float_of(NAN)
     return mul(float_of(((code & 0x7F) << 20) | ((code & 0x80) << 24)), 2.0**120)
+
+
+@device
+def has_e4m3_nan(word):
+    """Whether one of four codes is NaN."""
+    return (((word & 0x7F7F7F7F) + 0x01010101) & 0x80808080) != 0
+
+
+@device
+def scaled_e4m3(word, factor):
+    """The code in the first byte of a word, no NaN, times a factor of 2**-120."""
+    return mul(float_of(i32((i32(word) >> 4) & _E4M3_BITS)), factor)
 
 
 @device

@@ -46,6 +46,7 @@ from mxkv.backends.numba_cuda.rows import (
 from mxkv.backends.numba_cuda.tasks import WIDEST, LoadTask, Record
 
 _PAIR = 2
+_PACKED_E2M1, _PACKED_E4M3 = 252, 134  # E8M0 bytes, at most: 6 * 2**125 is of bf16's range; 2**120 * 2**7 is of fp32's
 
 
 class Decoder(NamedTuple):
@@ -55,9 +56,9 @@ class Decoder(NamedTuple):
         fetch_body, fetch_tail: The words of a step, of the body and of a bf16 tail.
         decode_body: From the body's words and the factor of a scale for the whole cache to a tuple of fp32.
         decode_tail: From the tail's words to one.
-        is_plain: Of the body's words, whether bf16 holds every product as it is, neither rounded nor saturated, and the
-            scale is a normal number.
-        decode_plain: As decode_body, of words of which that is so.
+        is_plain: Of the body's words, whether bf16 holds every product as it is, neither rounded nor saturated.
+        packs: Of the body's words of eight, whether they are as they nearly always are, so that ``pack`` is right.
+        pack: From them to the products as bf16, two to a word.
     """
 
     fetch_body: Any
@@ -65,7 +66,8 @@ class Decoder(NamedTuple):
     decode_body: Any
     decode_tail: Any
     is_plain: Any
-    decode_plain: Any
+    packs: Any
+    pack: Any
 
 
 def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
@@ -76,6 +78,7 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
     fetch_word = word_fetcher(alignment)
     decode_scale = codec.decode_e8m0 if e8m0 else codec.decode_e4m3
     whole_words = alignment >= 16
+    least, most = _plain_scales(record)
 
     @device
     def fetch_scale(scales_at, at):
@@ -84,10 +87,6 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
     @device
     def factor_of(scale, factor):
         return decode_scale(scale) if grouped else factor
-
-    @device
-    def plain_factor_of(scale, factor):
-        return float_of(scale << 23) if e8m0 else factor_of(scale, factor)
 
     @device
     def times(x, factor):
@@ -111,8 +110,20 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         return e2m1_octet(words[0], factor_of(words[3], factor))
 
     @device
-    def plain_e2m1_eight(words, factor):
-        return e2m1_octet(words[0], plain_factor_of(words[3], factor))
+    def packed(x):
+        return (
+            upper_halves(x[0], x[1]), upper_halves(x[2], x[3]), upper_halves(x[4], x[5]), upper_halves(x[6], x[7]),
+        )  # fmt: skip
+
+    @device
+    def packs_e2m1(words):
+        return not e8m0 or (words[3] >= 2 and words[3] <= _PACKED_E2M1)
+
+    @device
+    def pack_e2m1(words):
+        if e8m0:
+            return codec.scaled_e2m1_octet(words[0], words[3])
+        return packed(e2m1_octet(words[0], factor_of(words[3], float_of(0x3F800000))))
 
     @device
     def fetch_e4m3(values_at, scales_at, at):
@@ -132,8 +143,24 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
         return e4m3_octet(words[0], words[1], factor_of(words[3], factor))
 
     @device
-    def plain_e4m3_eight(words, factor):
-        return e4m3_octet(words[0], words[1], plain_factor_of(words[3], factor))
+    def packs_e4m3(words):
+        if grouped and not e8m0:
+            return True
+        finite = not codec.has_e4m3_nan(words[0]) and not codec.has_e4m3_nan(words[1])
+        return finite and (not e8m0 or (words[3] >= least and words[3] <= _PACKED_E4M3))
+
+    @device
+    def pack_e4m3(words):
+        a, b = words[0], words[1]
+        if grouped and not e8m0:
+            return packed(e4m3_octet(a, b, factor_of(words[3], float_of(0x3F800000))))
+        factor = float_of((words[3] + 120) << 23) if e8m0 else float_of(247 << 23)  # a scale, or 1, times 2**120
+        return packed((
+            codec.scaled_e4m3(a << 24, factor), codec.scaled_e4m3(a << 16, factor),
+            codec.scaled_e4m3(a << 8, factor), codec.scaled_e4m3(a, factor),
+            codec.scaled_e4m3(b << 24, factor), codec.scaled_e4m3(b << 16, factor),
+            codec.scaled_e4m3(b << 8, factor), codec.scaled_e4m3(b, factor),
+        ))  # fmt: skip
 
     @device
     def fetch_bf16(address):
@@ -148,6 +175,14 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
     @device
     def plain_eight(words, factor):
         return halves_of(words)
+
+    @device
+    def packs_bf16(words):
+        return True
+
+    @device
+    def pack_bf16(words):
+        return words
 
     @device
     def fetch_tail(values_at, at):
@@ -203,8 +238,6 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
     def fetch_tail_pair(values_at, at):
         return fetch_halves(values_at + body_bytes + 2 * (at - body), True)
 
-    least, most = _plain_scales(record)
-
     @device
     def is_plain(words):
         if not e8m0:
@@ -218,20 +251,20 @@ def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
             "bf16": (fetch_plain_pair, plain_two),
         }
         fetch, decode = pairs[element]
-        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain, decode)
+        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain, None, None)
     octets = {
-        "e2m1": (fetch_e2m1, e2m1_eight, plain_e2m1_eight),
-        "e4m3": (fetch_e4m3, e4m3_eight, plain_e4m3_eight),
-        "bf16": (fetch_plain, plain_eight, plain_eight),
+        "e2m1": (fetch_e2m1, e2m1_eight, packs_e2m1, pack_e2m1),
+        "e4m3": (fetch_e4m3, e4m3_eight, packs_e4m3, pack_e4m3),
+        "bf16": (fetch_plain, plain_eight, packs_bf16, pack_bf16),
     }
-    fetch, decode, decode_plain = octets[element]
-    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain, decode_plain)
+    fetch, decode, packs, pack = octets[element]
+    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain, packs, pack)
 
 
 def _plain_scales(record: Record) -> tuple[int, int]:
-    """The E8M0 bytes of normal numbers whose products with any code bf16 holds."""
+    """The E8M0 bytes whose products with any code bf16 holds."""
     if record.element == "e2m1":
-        return 1, 252  # 6 * 2**125
+        return 0, 252  # 6 * 2**125
     return 3, 246  # 2**-9 * 2**-124, 448 * 2**119
 
 
@@ -243,7 +276,7 @@ def load_kernel(task: LoadTask):
     index_bytes, scaled, largest, size = task.index_bytes, task.scaled, task.dtype_max, ELEMENT_BYTES[task.dtype]
     plain_bf16, to_bf16 = record.element == "bf16", task.dtype == "bf16"
     place_of = place_finder(record)
-    fetch_body, fetch_tail, decode_body, decode_tail, is_plain, _ = step_decoder(record, scaled)
+    fetch_body, fetch_tail, decode_body, decode_tail, is_plain, _, _ = step_decoder(record, scaled)
     encode, put = encoder(task.dtype), put32 if task.dtype == "fp32" else put16
     put_octet = octet_writer(task.dtype, task.aligned)
     put_words = quad_putter(WIDEST if task.aligned else 2)
