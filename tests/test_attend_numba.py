@@ -58,6 +58,41 @@ def test_real_configurations(
     assert (lse - want_lse).abs().max() < 1e-4
 
 
+@pytest.mark.numba
+@needs_simulator
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [
+        ("bf16", 64),
+        ("bf16", 67),
+        ("mxfp4", 64),
+        ("mxfp4", 96),
+        ("mxfp8", 64),
+        ("nvfp4", 64),
+        ("fp8", 72),
+        ("dsv4", 512),
+    ],
+)
+def test_one_row_comes_out_as_a_load_gives_it(name: str, dim: int) -> None:
+    """Whatever its magnitude: no value is rounded twice, nor lost, on its way through shared memory."""
+    from mxkv.backends.numba_cuda import attention
+    from mxkv.backends.numba_cuda.config import AttendConfig
+
+    g, count = torch.Generator().manual_seed(0), 24
+    cache = mxkv.empty_cache(name, 3, 8, dim)
+    rows = torch.randn(count, dim, generator=g) * 2.0 ** torch.linspace(-132, 125, count)[:, None]
+    mxkv.store(cache, rows.bfloat16(), torch.arange(count), format=name, backend="torch")
+    q, indices = torch.zeros(count, 2, dim, dtype=torch.bfloat16), torch.arange(count, dtype=torch.int32)[:, None]
+    out = torch.empty_like(q)
+    spec = checks.attend_spec(
+        q, cache, out, indices, None, None, None, mxkv.FORMATS[name].spec, None, None, None, None, None
+    )
+    config = AttendConfig(4, 2, 4, 2, 4, True, 3)
+    attention.prepare(spec)(q, cache, out, indices, None, None, None, None, None, 1.0, 1, config=config)
+    want = mxkv.load(cache, torch.arange(count), format=name, backend="torch")
+    assert torch.equal(out, want[:, None].expand_as(out))
+
+
 @pytest.mark.parametrize("target", [t for t in devices.TARGETS.values() if t.vendor == "nvidia"], ids=lambda t: t.name)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 512), (16, 64), (16, 512), (64, 576), (256, 80)])
 def test_what_is_tried_fits(heads: int, dim: int, target: devices.Target, monkeypatch: pytest.MonkeyPatch) -> None:
