@@ -101,9 +101,9 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
     few = max(heads // 2, 2)
     kinds = [
         # threads, block_heads, block_rows, tile_heads, ahead, resident
-        (128, heads, 32, 16, True, 3),
         (128, heads, 32, 8, True, 3),
-        (128, heads, 32, 16, False, 3),
+        (128, heads, 32, 16, True, 3),
+        (128, heads, 32, 8, False, 3),
         (128, heads, 16, 8, True, 3),
         (128, heads, 16, 4, False, 4),
         (128, few, 32, 8, False, 4),
