@@ -4,14 +4,14 @@
               for (query, head), which merges them
     tile      ROWS rows in shared memory [ROWS, dim], as bf16, which holds them (keys and values as fp32); a query's
               heads stay there too [HEADS, dim], as fp32
-    logits    a thread sums 4, 8 or 16 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes
+    logits    a thread sums 8 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes
               of a warp add their parts up by shuffles, the warps theirs in shared memory
     weights   neighbouring lanes have a head's rows, and find its largest logit and their sum by shuffles
     sums      a thread has 4 neighbouring dims (or 2, or 1) of several heads, 64 sums where there are enough
     reads     selected records, once for each HEADS heads; of the next tile while this one is added up
 
 There are no tensor cores here: 2 * HEADS operations a value are what the time goes into. What they read of shared
-memory is read in 16 bytes, or 8 of bf16, and takes part in several of them, and lanes that read the same are
+memory is read in 16 bytes (4 dims of bf16 in 8, for the sums), and takes part in several of them, and lanes that read the same are
 neighbours: 16 bytes for each of 32 lanes are four accesses of 128 bytes, and two where they are pairs.
 """
 
@@ -46,6 +46,7 @@ from mxkv.backends.numba_cuda.primitives import (
     shared_fetch,
     shared_fetch64,
     shared_fetch128,
+    shared_fetch_four_words,
     shared_fetch_pair,
     shared_fetch_words,
     shared_put,
@@ -533,11 +534,12 @@ def _logit_summer(task: Attention):
     A head's rows stand in an order of their own there: see :func:`_softmax`.
     """
     shared = task.shared
-    size, query, parts, vectors = shared.row, shared.query, shared.parts, shared.padded // VECTOR
+    size, query, parts, vectors = shared.row, shared.query, shared.parts, shared.padded // shared.vector
     heads, rows, my_heads, my_rows = task.block_heads, task.block_rows, shared.tile_heads, shared.tile_rows
     head_step, row_step, tile_threads = heads // my_heads, rows // my_rows, shared.tile_threads
     all_sums, wide, warp_parts = my_heads * my_rows, VECTOR * my_rows, shared.warp_parts
-    turns, rest, vector_bytes = vectors // parts, vectors % parts, VECTOR * shared.value_bytes
+    turns, rest, runs_of_four = vectors // parts, vectors % parts, shared.vector // VECTOR
+    query_vector = 4 * shared.vector
     square, halved = head_step > 1 and row_step > 1, max(row_step // 2, 1)
     mixed = parts % 8 == 0 and shared.value_bytes == 4  # else they are too few, or the rows are far enough apart
     turned = {2: 1, 4: 2}.get(row_step, 0)
@@ -586,23 +588,38 @@ def _logit_summer(task: Attention):
 
     @device
     def move_run(run, q_at):
-        q_at[run] = i64(q_at[run] + 16 * parts)
+        q_at[run] = i64(q_at[run] + query_vector * parts)
 
     @device
-    def add_head(i, sums, k, q_at):
-        q = shared_fetch128(i64(q_at[i // run_heads]) + i % run_heads * head_step * query)
+    def add_head(i, sums, k, q_at, at):
+        q = shared_fetch128(i64(q_at[i // run_heads]) + i % run_heads * head_step * query + at)
         for j in range(my_rows):
             sums[i * my_rows + j] = dot(q, k, 4 * j, sums[i * my_rows + j])
 
-    fetch_four, add_heads = value_fetcher(shared.value_bytes, VECTOR), unrolled(add_head, my_heads)
+    add_heads = unrolled(add_head, my_heads)
     set_runs, move_runs = unrolled(set_run, runs), unrolled(move_run, runs)
 
     @device
-    def add_vector(sums, k, q_at, k_at):
+    def add_four(part, sums, k, words, q_at):
+        """Four values of each row, of those that are in ``words``."""
         for j in range(my_rows):
-            x = fetch_four(k_at + j * row_step * size)
-            k[4 * j], k[4 * j + 1], k[4 * j + 2], k[4 * j + 3] = x[0], x[1], x[2], x[3]
-        add_heads(sums, k, q_at)
+            if packed:
+                a, b = i64(words[4 * j + 2 * part]), i64(words[4 * j + 2 * part + 1])
+                k[4 * j], k[4 * j + 1] = float_of(i32(a << 16)), float_of(i32(a & -0x10000))
+                k[4 * j + 2], k[4 * j + 3] = float_of(i32(b << 16)), float_of(i32(b & -0x10000))
+            else:
+                for i in range(VECTOR):
+                    k[4 * j + i] = float_of(i32(i64(words[4 * j + i])))
+        add_heads(sums, k, q_at, 16 * part)
+
+    add_fours, packed = unrolled(add_four, runs_of_four), shared.value_bytes == 2
+
+    @device
+    def add_vector(sums, k, words, q_at, k_at):
+        for j in range(my_rows):
+            x = shared_fetch_four_words(k_at + j * row_step * size)
+            words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3] = x[0], x[1], x[2], x[3]
+        add_fours(sums, k, words, q_at)
 
     @device
     def exchange_heads(sums, count, mask):
@@ -621,6 +638,7 @@ def _logit_summer(task: Attention):
     def sum_logits(queries, keys, partial, thread):
         sums = cuda.local.array(all_sums, types.float32)
         k = cuda.local.array(wide, types.float32)
+        words = cuda.local.array(wide, types.int32)
         q_at = cuda.local.array(runs, types.int64)
         head, row = head_and_row(thread % tile_threads)
         part = thread // tile_threads
@@ -628,17 +646,17 @@ def _logit_summer(task: Attention):
             sums[i] = 0
         vector = vector_of(part)
         lane_part, first = part % warp_parts, i32(0)
-        set_runs(q_at, queries + head * query + 16 * vector, lane_part)
-        k_at = keys + row * size + vector_bytes * vector
+        set_runs(q_at, queries + head * query + query_vector * vector, lane_part)
+        k_at = keys + row * size + 16 * vector
         turn = i32(0)
         while turn < turns:
-            add_vector(sums, k, q_at, k_at)
+            add_vector(sums, k, words, q_at, k_at)
             move_runs(q_at)
-            k_at += vector_bytes * parts
+            k_at += 16 * parts
             turn = i32(turn + 1)
         if rest > 0:
             if vector < rest:
-                add_vector(sums, k, q_at, k_at)
+                add_vector(sums, k, words, q_at, k_at)
         for stage in range(stages):
             mask, count = tile_threads << stage, all_sums >> stage
             upper = (lane_part >> stage) & 1

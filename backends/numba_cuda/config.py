@@ -70,7 +70,7 @@ class AttendConfig:
         block_heads: Heads of a block, a power of two of at least 2.
         block_rows: Rows of a tile, a power of two, 2 to 32.
         blocks_per_unit: How many blocks a multiprocessor is to have: a query's rows are split where there are fewer.
-        tile_heads: Heads of which a thread sums logits, at most: 4, 8 or 16.
+        tile_heads: Heads of which a thread sums logits, at most: 4 or 8.
         ahead: Whether a thread reads its bytes of the next tile before it adds this one's values up.
         resident: How many blocks a multiprocessor is to hold at once: the compiler gives a thread no more registers
             than that allows.
@@ -102,20 +102,19 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
     kinds = [
         # threads, block_heads, block_rows, tile_heads, ahead, resident
         (128, heads, 32, 8, True, 3),
-        (128, heads, 32, 16, True, 3),
         (128, heads, 32, 8, False, 3),
         (128, heads, 16, 8, True, 3),
         (128, heads, 16, 4, False, 4),
-        (128, few, 32, 8, False, 4),
+        (128, few, 32, 4, False, 4),
         (128, few, 16, 8, True, 3),
         (128, few, 8, 8, True, 3),
         (128, 4, 4, 4, False, 4),
         (128, 2, 2, 4, False, 4),
     ]
     if spec.heads >= 32:
-        kinds.insert(4, (256, 32, 16, 4, True, 2))
+        kinds.insert(3, (256, 32, 16, 4, False, 2))
     found = [
-        AttendConfig(threads, block_heads, block_rows, blocks, min(tile_heads, max(block_heads, 4)), ahead, resident)
+        AttendConfig(threads, block_heads, block_rows, blocks, tile_heads, ahead, resident)
         for threads, block_heads, block_rows, tile_heads, ahead, resident in kinds
         for blocks in (2 * resident, resident, 2)
     ]
@@ -236,21 +235,25 @@ class Shared:
         return max(self.block_heads * self.block_rows // self.threads, 1)
 
     @property
+    def vector(self) -> int:
+        """Values of a row that a thread reads at a time."""
+        return 16 // self.value_bytes
+
+    @property
     def padded(self) -> int:
-        return -(-self.dim // VECTOR) * VECTOR
+        return -(-self.dim // self.vector) * self.vector
 
     @property
     def query(self) -> int:
-        """From one head's query to the next. Neighbouring ones stand in different banks; beside rows of bf16, so do
-        neighbouring vectors of them."""
+        """From one head's query to the next; neighbouring ones stand in different banks."""
         if self.value_bytes == 2:
-            return _apart(4 * self.padded, 32)
+            return _apart(4 * self.padded, 16)
         return 4 * (self.padded + VECTOR * (1 + self.padded // VECTOR % 2))
 
     @property
     def row(self) -> int:
         """From one row of a tile to the next. The rows that lanes read at a time stand in different banks; those of
-        bf16 as far apart as they can, since lanes read neighbouring vectors of 8 bytes of each."""
+        bf16 as far apart as they can, since lanes read neighbouring vectors of each."""
         if self.value_bytes == 2:
             return _apart(2 * self.padded, _BANKS // (self.block_rows // self.tile_rows))
         return self.query

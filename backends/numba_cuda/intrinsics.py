@@ -222,7 +222,9 @@ shared_fetch_pair, shared_fetch128 = (
     _shared_fetch_some(2, _FLOAT, types.float32),
     _shared_fetch_some(4, _FLOAT, types.float32),
 )
-shared_fetch_words = _shared_fetch_some(2, _I32, types.int32)
+shared_fetch_words, shared_fetch_four_words = (
+    _shared_fetch_some(2, _I32, types.int32), _shared_fetch_some(4, _I32, types.int32),
+)  # fmt: skip
 
 
 def _shared_put_four(element, value_type):

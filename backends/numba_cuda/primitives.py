@@ -34,7 +34,9 @@ add, mul, div, fma, sqrt, exp2, log2 = (
 address_of, shared_fetch, shared_fetch64, shared_fetch128 = (
     primitives.address_of, primitives.shared_fetch, primitives.shared_fetch64, primitives.shared_fetch128,
 )  # fmt: skip
-shared_fetch_pair, shared_fetch_words = primitives.shared_fetch_pair, primitives.shared_fetch_words
+shared_fetch_pair, shared_fetch_words, shared_fetch_four_words = (
+    primitives.shared_fetch_pair, primitives.shared_fetch_words, primitives.shared_fetch_four_words,
+)  # fmt: skip
 shared_put, shared_put16, shared_put64, shared_put128, shared_put_words = (
     primitives.shared_put, primitives.shared_put16, primitives.shared_put64, primitives.shared_put128,
     primitives.shared_put_words,

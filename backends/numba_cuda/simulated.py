@@ -117,6 +117,9 @@ def shared_fetch_pair(address):
     return tuple((ctypes.c_float * 2).from_address(address))
 
 
+shared_fetch_four_words = fetch128
+
+
 def shared_fetch_words(address):
     return tuple((ctypes.c_int32 * 2).from_address(address))
 
