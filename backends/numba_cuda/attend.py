@@ -4,15 +4,15 @@
               for (query, head), which merges them
     tile      ROWS rows in shared memory [ROWS, dim], as bf16, which holds them (keys and values as fp32); a query's
               heads stay there too [HEADS, dim], as fp32
-    logits    a thread sums 8 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes
-              of a warp add their parts up by shuffles, the warps theirs in shared memory
+    logits    a thread sums 8 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes of a
+              warp add their parts up by shuffles, the warps theirs in shared memory
     weights   neighbouring lanes have a head's rows, and find its largest logit and their sum by shuffles
     sums      a thread has 4 neighbouring dims (or 2, or 1) of several heads, 64 sums where there are enough
     reads     selected records, once for each HEADS heads; of the next tile while this one is added up
 
 There are no tensor cores here: 2 * HEADS operations a value are what the time goes into. What they read of shared
-memory is read in 16 bytes (4 dims of bf16 in 8, for the sums), and takes part in several of them, and lanes that read the same are
-neighbours: 16 bytes for each of 32 lanes are four accesses of 128 bytes, and two where they are pairs.
+memory is read in 16 bytes (four values of bf16, for the sums, in 8) and takes part in several of them, and lanes that
+read the same are neighbours: 16 bytes for each of 32 lanes are four accesses of 128 bytes, and two where they are pairs.
 """
 
 from __future__ import annotations
