@@ -11,8 +11,8 @@
     reads     selected records, once for each HEADS heads; of the next tile while this one is added up
 
 There are no tensor cores here: 2 * HEADS operations a value are what the time goes into. What they read of shared
-memory is read in 16 bytes (four values of bf16, for the sums, in 8) and takes part in several of them, and lanes that
-read the same are neighbours: 16 bytes for each of 32 lanes are four accesses of 128 bytes, and two where they are pairs.
+memory is read in 16 bytes (four values of bf16, for the sums, in 8) and takes part in several of them. Lanes that read
+the same are neighbours: 16 bytes for each of 32 lanes are four accesses of 128 bytes, and two where they are pairs.
 """
 
 from __future__ import annotations
