@@ -11,7 +11,7 @@ import torch
 from mxkv import devices, splitting
 from mxkv.backends.numba_cuda import compiler
 from mxkv.backends.numba_cuda.attend import AttendTask, attend_kernel, reduce_kernel
-from mxkv.backends.numba_cuda.config import AttendConfig, attend_configurations, splits_of
+from mxkv.backends.numba_cuda.config import AttendConfig, attend_configurations, guess, splits_of
 from mxkv.backends.numba_cuda.launch import Launch, address, kernel_of
 from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, record_of
 from mxkv.contracts import YES, AttendSpec, Tunable, Verdict
@@ -145,6 +145,9 @@ def attend_task(
         threads=config.threads,
         block_heads=config.block_heads,
         block_rows=config.block_rows,
+        tile_heads=config.tile_heads,
+        ahead=config.ahead,
+        resident=config.resident,
     )
 
 
@@ -161,7 +164,7 @@ def tunable(spec: AttendSpec) -> Tunable:
     return Tunable(
         AttendConfig,
         found,
-        lambda queries, rows: found[0],
+        lambda queries, rows: guess(found, spec, queries, rows, devices.describe(spec.device).compute_units),
         sizes=("queries", "rows"),
         target=target.name,
         source=compiler.source(),

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from mxkv.backends.numba_cuda.primitives import add, bits_of, device, div, float_of, fma, i32, mul, u32
+from mxkv.backends.numba_cuda.primitives import (
+    add,
+    bits_of,
+    device,
+    div,
+    float_of,
+    fma,
+    i32,
+    mul,
+    permuted,
+    u32,
+)
 from mxkv.numerics import BF16_NAN, E4M3_NAN, E8M0_NAN, E8M0_ONE, float_bits
 
 MAGNITUDE = 0x7FFFFFFF
@@ -15,6 +26,8 @@ _E4M3_LEAST_NORMAL = float_bits(2.0**-6)
 _E4M3_LEAST_SCALE = float_bits(2.0**-9)
 _E4M3_MAGIC = 20 << 23  # from a binade to the one whose last bit is an eighth of it
 _E4M3_BIAS = 121 << 3
+_SIGNS = -0x7FFF8000  # of two bf16
+_E4M3_BITS = -0x78100000  # a sign, and seven bits that begin where the last four of fp32's exponent do
 _HALVES = float_bits(2.0**22)  # numbers of this binade end in 1/2
 # What eight of them add up to, each shifted four bits further, less what they stand for.
 _HALVES_SHIFTED = sum(_HALVES << 4 * i for i in range(8)) & 0xFFFFFFFF
@@ -72,9 +85,44 @@ def decode_e4m3(code):
 
 
 @device
+def has_e4m3_nan(word):
+    """Whether one of four codes is NaN."""
+    return (((word & 0x7F7F7F7F) + 0x01010101) & 0x80808080) != 0
+
+
+@device
+def scaled_e4m3(word, factor):
+    """The code in the first byte of a word, no NaN, times a factor of 2**-120."""
+    return mul(float_of(i32((i32(word) >> 4) & _E4M3_BITS)), factor)
+
+
+@device
 def decode_e2m1(code):
     """A code in the last four bits of an integer, likewise."""
     return mul(float_of(((code & 7) << 22) | ((code & 8) << 28)), 2.0**126)
+
+
+@device
+def scaled_e2m1_octet(word, scale):
+    """Eight codes times an E8M0 scale (its byte, 2 to 252), as bf16, two to a word.
+
+    The codes' magnitudes, 0, 1/2, 1, 3/2, 2, 3, 4 and 6, times the scale are a table of four words. The last three bits
+    of a code choose a byte of its lower halves, and one of its upper halves.
+    """
+    half, one = i32((scale << 23) - 0x800000), i32(scale * 0x800080 + 0x400000)  # with 0, and with 3/2
+    two, four = i32(one + 0x800080), i32(one + 0x1000100)
+    lower_a, lower_b = permuted(half, one, 0x6420), permuted(two, four, 0x6420)
+    upper_a, upper_b = permuted(half, one, 0x7531), permuted(two, four, 0x7531)
+    first, last = i32(word & 0x77777777), i32((word & 0x77777777) >> 16)
+    a, b = permuted(lower_a, lower_b, first), permuted(upper_a, upper_b, first)
+    c, d = permuted(lower_a, lower_b, last), permuted(upper_a, upper_b, last)
+    even = i32(word << 4)  # the signs of even codes begin its bytes
+    return (
+        i32(permuted(a, b, 0x5140) | (permuted(word, even, 0x0040) & _SIGNS)),
+        i32(permuted(a, b, 0x7362) | (permuted(word, even, 0x1050) & _SIGNS)),
+        i32(permuted(c, d, 0x5140) | (permuted(word, even, 0x2060) & _SIGNS)),
+        i32(permuted(c, d, 0x7362) | (permuted(word, even, 0x3070) & _SIGNS)),
+    )  # fmt: skip
 
 
 @device

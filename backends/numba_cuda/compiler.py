@@ -29,6 +29,7 @@ _LARGEST = 1 << 24  # bytes of a file; real ones have some ten thousand
 _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)")
 _ENVIRONMENT = re.compile(r"^\.common \.global \.align \d+ \.u64 _ZN08NumbaEnv[\w$]+;\n", re.MULTILINE)  # never read
 _VERSION = re.compile(r"^\.version\s+(\d+)\.(\d+)", re.MULTILINE)
+_BODY = re.compile(r"(\.visible\s+\.entry\s+[\w$]+\([^)]*\)\s*)\{")
 _SHARED = re.compile(r"(\.extern\s+\.shared\s+\.align\s+)\d+")
 # From a capability on: the PTX that first had it.
 _PTX_VERSIONS = (
@@ -97,7 +98,8 @@ def code_of(
     """A task's kernel, read where it was compiled before.
 
     Args:
-        task: The kernel's constants; their text tells one kernel from another.
+        task: The kernel's constants; their text tells one kernel from another. Its ``bounds``, if it has any, are those
+            of :func:`compile_ptx`.
         factory: From them to the kernel.
         arguments: Each of its arguments: "i" int64, "f" fp32, a digit (of base 36) for a tuple of so many int64.
         capability: The device's compute capability.
@@ -107,7 +109,7 @@ def code_of(
     found = _read(digest)
     if found is None:
         started = time.perf_counter()
-        ptx = compile_ptx(factory(task), arguments, capability)
+        ptx = compile_ptx(factory(task), arguments, capability, getattr(task, "bounds", None))
         found = Code(ptx, entry_of(ptx), time.perf_counter() - started, True)
         _write(digest, found, f"{factory.__name__} for compute capability {capability[0]}.{capability[1]}")
     return found
@@ -167,13 +169,20 @@ def entry_of(ptx: str) -> str:
     return found.group(1)
 
 
-def compile_ptx(function: Callable[..., None], arguments: str, capability: tuple[int, int]) -> str:
+def compile_ptx(
+    function: Callable[..., None],
+    arguments: str,
+    capability: tuple[int, int],
+    bounds: tuple[int, int] | None = None,
+) -> str:
     """A kernel as PTX.
 
     Args:
         function: The kernel.
         arguments: Each of its arguments, as in :func:`code_of`.
         capability: The compute capability.
+        bounds: A block's threads, and how many blocks a multiprocessor is to hold at once: they bound a thread's
+            registers. Without them a thread has as many as it likes.
     """
     with _explained():
         from numba import cuda, types
@@ -185,6 +194,8 @@ def compile_ptx(function: Callable[..., None], arguments: str, capability: tuple
     with _lock, _explained(), _compiling_for(capability):
         ptx: str = cuda.compile_ptx(function, signature, cc=capability)[0]
     ptx = _SHARED.sub(r"\g<1>16", _VERSION.sub(functools.partial(_older, capability), ptx))
+    if bounds is not None:
+        ptx = _BODY.sub(rf"\g<1>.maxntid {bounds[0]}, 1, 1\n.minnctapersm {bounds[1]}\n{{", ptx)
     # Numba's names count what was compiled before; ours are what a profiler shows.
     return _ENVIRONMENT.sub("", ptx).replace(entry_of(ptx), function.__qualname__.split(".")[0])
 

@@ -19,6 +19,7 @@ import torch
 from mxkv.backends.numba_cuda import compiler
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _SHARED_WITHOUT_ASKING = 48 << 10
 _ERROR_LOG, _ERROR_LOG_BYTES = 5, 6  # CU_JIT_ERROR_LOG_BUFFER, ..._SIZE_BYTES
 _LOG_BYTES = 8192
@@ -151,6 +152,8 @@ class Kernel:
             if shared > self.most_shared:
                 asked = _driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared)
                 _check(asked, f"asking for {shared} bytes of shared memory")
+                # As many blocks as the registers allow are to find room: the first-level cache gets what is left.
+                _driver().cuFuncSetAttribute(self.function, _SHARED_CARVEOUT, 100)
                 self.most_shared = shared
             launched = _driver().cuLaunchKernel(
                 self.function, grid, 1, 1, block[0], block[1], 1, shared, self.stream_of().cuda_stream, pointers, None

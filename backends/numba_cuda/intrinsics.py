@@ -184,11 +184,12 @@ def _shared_fetch(kind, result, align):
     return fetch
 
 
-def _shared_put(kind, value_type, align):
+def _shared_put(kind, value_type, align, narrow=False):
     @intrinsic
     def put(typing, address, value):
         def generate(context, builder, signature, arguments):
-            builder.store(arguments[1], _shared_pointer(builder, arguments[0], kind)).align = align
+            value = builder.trunc(arguments[1], kind) if narrow else arguments[1]
+            builder.store(value, _shared_pointer(builder, arguments[0], kind)).align = align
             return context.get_dummy_value()
 
         return types.void(types.int64, value_type), generate
@@ -198,33 +199,52 @@ def _shared_put(kind, value_type, align):
 
 shared_fetch, shared_fetch64 = _shared_fetch(_FLOAT, types.float32, 4), _shared_fetch(_I64, types.int64, 8)
 shared_put, shared_put64 = _shared_put(_FLOAT, types.float32, 4), _shared_put(_I64, types.int64, 8)
+shared_put16 = _shared_put(_I16, types.int32, 2, True)
 
 
-@intrinsic
-def shared_fetch128(typing, address):
-    """Four fp32."""
+def _shared_fetch_some(count, element, result):
+    """A function that fetches so many fp32, or int32, at once."""
 
-    def generate(context, builder, signature, arguments):
-        value = builder.load(_shared_pointer(builder, arguments[0], ir.VectorType(_FLOAT, 4)))
-        value.align = 16
-        parts = [builder.extract_element(value, ir.Constant(_I32, i)) for i in range(4)]
-        return context.make_tuple(builder, signature.return_type, parts)
+    @intrinsic
+    def fetch(typing, address):
+        def generate(context, builder, signature, arguments):
+            value = builder.load(_shared_pointer(builder, arguments[0], ir.VectorType(element, count)))
+            value.align = 4 * count
+            parts = [builder.extract_element(value, ir.Constant(_I32, i)) for i in range(count)]
+            return context.make_tuple(builder, signature.return_type, parts)
 
-    return types.UniTuple(types.float32, 4)(types.int64), generate
+        return types.UniTuple(result, count)(types.int64), generate
+
+    return fetch
 
 
-@intrinsic
-def shared_put128(typing, address, a, b, c, d):
-    kind = ir.VectorType(_FLOAT, 4)
+shared_fetch_pair, shared_fetch128 = (
+    _shared_fetch_some(2, _FLOAT, types.float32),
+    _shared_fetch_some(4, _FLOAT, types.float32),
+)
+shared_fetch_words, shared_fetch_four_words = (
+    _shared_fetch_some(2, _I32, types.int32), _shared_fetch_some(4, _I32, types.int32),
+)  # fmt: skip
 
-    def generate(context, builder, signature, arguments):
-        value = ir.Constant(kind, ir.Undefined)
-        for i in range(4):
-            value = builder.insert_element(value, arguments[1 + i], ir.Constant(_I32, i))
-        builder.store(value, _shared_pointer(builder, arguments[0], kind)).align = 16
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.float32, types.float32, types.float32, types.float32), generate
+def _shared_put_four(element, value_type):
+    @intrinsic
+    def put(typing, address, a, b, c, d):
+        kind = ir.VectorType(element, 4)
+
+        def generate(context, builder, signature, arguments):
+            value = ir.Constant(kind, ir.Undefined)
+            for i in range(4):
+                value = builder.insert_element(value, arguments[1 + i], ir.Constant(_I32, i))
+            builder.store(value, _shared_pointer(builder, arguments[0], kind)).align = 16
+            return context.get_dummy_value()
+
+        return types.void(types.int64, value_type, value_type, value_type, value_type), generate
+
+    return put
+
+
+shared_put128, shared_put_words = _shared_put_four(_FLOAT, types.float32), _shared_put_four(_I32, types.int32)
 
 
 @intrinsic
@@ -235,3 +255,26 @@ def truncated(typing, x):
         return builder.fptosi(arguments[0], _I32)
 
     return types.int32(types.float32), generate
+
+
+@intrinsic
+def permuted(typing, a, b, selector):
+    """Four of the eight bytes of two int32: the last three bits of each of the selector's last four nibbles say which;
+    the fourth one is to be 0."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(_I32, [_I32] * 3)
+        return builder.call(builder.module.declare_intrinsic("llvm.nvvm.prmt", (), kind), arguments)
+
+    return types.int32(types.int32, types.int32, types.int32), generate
+
+
+@intrinsic
+def anew(typing, x):
+    """The same int32, of which the compiler does not know that: in a loop, it derives nothing from it ahead of it."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(_I32, [_I32])
+        return builder.call(ir.InlineAsm(kind, "mov.b32 $0, $1;", "=r,r", side_effect=True), arguments)
+
+    return types.int32(types.int32), generate

@@ -161,7 +161,8 @@ class AttendKVLaunch:
             task = AttendKVTask(
                 record_of(spec, address), spec.query_heads, DTYPES[spec.dtype], spec.packed, spec.windowed,
                 table_bytes, length_bytes, start_bytes, spec.sinked, whole,
-                config.threads, config.block_heads, config.block_rows,
+                config.threads, config.block_heads, config.block_rows, config.tile_heads, config.ahead,
+                config.resident,
             )  # fmt: skip
             run = kernel_of(task, attend_kv_kernel, ATTEND_ARGUMENTS, spec.device)
             merge = None if whole else kernel_of(task, reduce_kernel, REDUCE_ARGUMENTS, spec.device)
@@ -204,13 +205,16 @@ def _configurations(spec: AttendKVSpec) -> tuple[AttendConfig, ...]:
     while heads < min(group, 8):
         heads *= 2
     if settings.numba_simulated():
-        return (AttendConfig(SIMULATED_THREADS, min(heads, 4), 4, 1),)
+        return (AttendConfig(SIMULATED_THREADS, min(heads, 4), 4, 1, 4),)
     most = min(devices.target_of(spec.device).shared_memory, MOST_SHARED)
-    found = [AttendConfig(128, *tile, 4) for tile in ((heads, 32), (heads, 16), (heads, 8), (4, 4), (2, 2))]
+    found = [
+        AttendConfig(128, *tile, 4, 4, False, 4) for tile in ((heads, 32), (heads, 16), (heads, 8), (4, 4), (2, 2))
+    ]
     return tuple(
         config
         for config in found
-        if shared_of(spec.head_dim, config.threads, config.block_heads, config.block_rows).bytes <= most
+        if shared_of(spec.head_dim, config.threads, config.block_heads, config.block_rows, config.tile_heads).bytes
+        <= most
     )
 
 

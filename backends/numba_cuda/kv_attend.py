@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from mxkv.backends.numba_cuda import codec
-from mxkv.backends.numba_cuda.attend import Source, attention_kernel
+from mxkv.backends.numba_cuda.attend import Source, Steps, attention_kernel, tile_loader
 from mxkv.backends.numba_cuda.config import Shared
 from mxkv.backends.numba_cuda.kv_rows import (
     OCTET,
@@ -25,7 +25,6 @@ from mxkv.backends.numba_cuda.primitives import (
     add,
     barrier,
     device,
-    fetch8,
     fetch16,
     fetch_index,
     float_of,
@@ -34,9 +33,9 @@ from mxkv.backends.numba_cuda.primitives import (
     i64,
     mul,
     shared_fetch,
-    shared_fetch64,
-    shared_put,
+    shared_put128,
 )
+from mxkv.backends.numba_cuda.rows import word_fetcher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,8 @@ class AttendKVTask:
         table_bytes, length_bytes, start_bytes: Of blocks, of lengths, of where queries start.
         sinked: Whether a logit for each head joins the denominator.
         whole: Whether one split is all.
-        threads, block_heads, block_rows: See :class:`~mxkv.backends.numba_cuda.config.AttendConfig`.
+        threads, block_heads, block_rows, tile_heads, ahead, resident: See
+            :class:`~mxkv.backends.numba_cuda.config.AttendConfig`.
     """
 
     record: KVRecord
@@ -68,6 +68,9 @@ class AttendKVTask:
     threads: int
     block_heads: int
     block_rows: int
+    tile_heads: int
+    ahead: bool
+    resident: int
 
     @property
     def scaled(self) -> bool:
@@ -87,12 +90,17 @@ class AttendKVTask:
 
     @property
     def shared(self) -> Shared:
-        return shared_of(self.record.dim, self.threads, self.block_heads, self.block_rows)
+        return shared_of(self.record.dim, self.threads, self.block_heads, self.block_rows, self.tile_heads)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """A block's threads, and how many blocks a multiprocessor is to hold."""
+        return self.threads, self.resident
 
 
-def shared_of(dim: int, threads: int, block_heads: int, block_rows: int) -> Shared:
+def shared_of(dim: int, threads: int, block_heads: int, block_rows: int, tile_heads: int) -> Shared:
     """A block's shared memory."""
-    return Shared(dim, threads, block_heads, block_rows, apart=True, table=TABLE)
+    return Shared(dim, threads, block_heads, block_rows, tile_heads, apart=True, table=TABLE)
 
 
 def kv_source(task: AttendKVTask) -> Source:
@@ -101,7 +109,7 @@ def kv_source(task: AttendKVTask) -> Source:
     ``rows_of`` is the table's address, its stride and step; the lengths' address and step; the starts' address and
     step; how many sequences and queries there are; the window; the addresses of centroids and of the rotation.
     """
-    record, shared, threads, rows = task.record, task.shared, task.threads, task.block_rows
+    record, shared, threads = task.record, task.shared, task.threads
     packed, windowed, normed = task.packed, task.windowed, record.normed
     table_bytes, length_bytes, start_bytes = task.table_bytes, task.length_bytes, task.start_bytes
     block_size, dim, size = record.block_size, record.dim, shared.row
@@ -110,13 +118,12 @@ def kv_source(task: AttendKVTask) -> Source:
     field = 2 * block_size
     scale_field = (record.fields - 2) * field
     keys_at, values_at, table_at = shared.keys, shared.values, shared.tables
-    octets = dim // OCTET
-    turns = -(-rows * octets // threads)
     find_place = place_finder(record)
+    fetch_word = word_fetcher(record.alignment)
     fetch_key = code_fetcher(key_bits if normed else 4, record.alignment)
     fetch_value = code_fetcher(value_bits, record.alignment)
     fill_table = table_filler(record, threads)
-    rotate = rotator(record, task.block_heads, size, threads, False)
+    rotate = rotator(record, task.block_heads, shared.query, threads, False)
 
     @device
     def start_of(rows_of, sequence):
@@ -144,50 +151,89 @@ def kv_source(task: AttendKVTask) -> Source:
         return begin, max(min(known, last + 1) - begin, 0), sequence
 
     @device
-    def place_of(rows_of, sequence, at, count, begin, cache, cache_head, num_blocks, block_stride):
+    def entry_of(rows_of, sequence, at, count, begin):
         if at >= count:
-            return i64(0), i64(0)
-        row = begin + at
-        index = row // block_size
-        block = fetch_index(rows_of[0] + sequence * rows_of[1] + index * rows_of[2], table_bytes)
+            return i64(-1)
+        return fetch_index(rows_of[0] + sequence * rows_of[1] + (begin + at) // block_size * rows_of[2], table_bytes)
+
+    @device
+    def place_of(block, at, begin, cache, cache_head, num_blocks, block_stride):
         if block < 0 or block >= num_blocks:
             return i64(0), i64(0)
-        return find_place(cache, block, row - index * block_size, cache_head, block_stride)
+        return find_place(cache, block, (begin + at) % block_size, cache_head, block_stride)
 
     @device
-    def put_key(memory, target, codes, numbers, at):
+    def is_tail(line):
+        return False
+
+    @device
+    def fetch(codes, numbers, line, of_tail):
+        """The words of eight elements: of the key and its norm, of the value, its scale and its zero."""
+        at = line * OCTET
+        value_codes, value_numbers = codes + key_bytes, numbers + scale_field
+        value, scale, zero = fetch_value(value_codes, at), fetch16(value_numbers), fetch16(value_numbers + field)
         if normed:
-            norm, word = float_of_half(fetch16(numbers)), fetch_key(codes, at)
-            for i in range(OCTET):
-                centroid = shared_fetch(memory + table_at + 4 * ((word >> (key_bits * i)) & last_code))
-                shared_put(target + 4 * i, mul(norm, centroid))
+            return fetch_key(codes, at), i32(0), fetch16(numbers), value, scale, zero
+        return fetch_word(codes + at), fetch_word(codes + at + 4), i32(0), value, scale, zero
+
+    @device
+    def is_plain(words, of_tail):
+        return True
+
+    @device
+    def put_eight(address, x):
+        shared_put128(address, x[0], x[1], x[2], x[3])
+        shared_put128(address + 16, x[4], x[5], x[6], x[7])
+
+    @device
+    def put(memory, row, line, words, of_tail, plain):
+        at = row * size + 4 * OCTET * line
+        a, b, norm, value, scale, zero = words
+        if normed:
+            put_eight(memory + keys_at + at, directed(memory + table_at, a, float_of_half(norm)))
         else:
-            for i in range(OCTET):
-                shared_put(target + 4 * i, codec.decode_e4m3(fetch8(codes + at + i)))
+            put_eight(memory + keys_at + at, e4m3_octet(a, b))
+        put_eight(memory + values_at + at, spread(value, float_of_half(scale), float_of_half(zero)))
 
     @device
-    def put_value(target, codes, numbers, at):
-        scale, zero = float_of_half(fetch16(numbers)), float_of_half(fetch16(numbers + field))
-        word = fetch_value(codes, at)
-        for i in range(OCTET):
-            shared_put(target + 4 * i, add(mul(float_of_code((word >> (value_bits * i)) & most), scale), zero))
+    def centroid(table, word, i, norm):
+        return mul(norm, shared_fetch(table + 4 * ((word >> (key_bits * i)) & last_code)))
 
     @device
-    def load_tile(memory, places, thread, whole):
-        for turn in range(turns):
-            item = i32(thread + turn * threads)
-            if item < rows * octets:
-                row = item // octets
-                at = (item - row * octets) * OCTET
-                codes, numbers = shared_fetch64(places + 16 * row), shared_fetch64(places + 16 * row + 8)
-                key, value = memory + keys_at + row * size + 4 * at, memory + values_at + row * size + 4 * at
-                if codes != 0:
-                    put_key(memory, key, codes, numbers, at)
-                    put_value(value, codes + key_bytes, numbers + scale_field, at)
-                else:
-                    for i in range(OCTET):
-                        shared_put(key + 4 * i, float_of(0))
-                        shared_put(value + 4 * i, float_of(0))
+    def directed(table, word, norm):
+        return (
+            centroid(table, word, 0, norm), centroid(table, word, 1, norm), centroid(table, word, 2, norm),
+            centroid(table, word, 3, norm), centroid(table, word, 4, norm), centroid(table, word, 5, norm),
+            centroid(table, word, 6, norm), centroid(table, word, 7, norm),
+        )  # fmt: skip
+
+    @device
+    def e4m3_octet(a, b):
+        return (
+            codec.decode_e4m3(a), codec.decode_e4m3(a >> 8), codec.decode_e4m3(a >> 16), codec.decode_e4m3(a >> 24),
+            codec.decode_e4m3(b), codec.decode_e4m3(b >> 8), codec.decode_e4m3(b >> 16), codec.decode_e4m3(b >> 24),
+        )  # fmt: skip
+
+    @device
+    def level(word, i, scale, zero):
+        return add(mul(float_of_code((word >> (value_bits * i)) & most), scale), zero)
+
+    @device
+    def spread(word, scale, zero):
+        return (
+            level(word, 0, scale, zero), level(word, 1, scale, zero), level(word, 2, scale, zero),
+            level(word, 3, scale, zero), level(word, 4, scale, zero), level(word, 5, scale, zero),
+            level(word, 6, scale, zero), level(word, 7, scale, zero),
+        )  # fmt: skip
+
+    @device
+    def clear(memory, row, line):
+        at, nothing = row * size + 4 * OCTET * line, float_of(0)
+        zeros = (nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+        put_eight(memory + keys_at + at, zeros)
+        put_eight(memory + values_at + at, zeros)
+
+    steps = Steps(dim // OCTET, 6, False, is_tail, fetch, is_plain, put, clear)
 
     @device
     def prepare(memory, rows_of, thread):
@@ -196,7 +242,8 @@ def kv_source(task: AttendKVTask) -> Source:
             rotate(memory, memory + keys_at, rows_of[11], thread)
             barrier()
 
-    return Source(bounds_of, place_of, load_tile, prepare)
+    loader = tile_loader(steps, task.block_rows, threads, task.ahead)
+    return Source(bounds_of, entry_of, place_of, *loader, prepare)
 
 
 def attend_kv_kernel(task: AttendKVTask):

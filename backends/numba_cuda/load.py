@@ -12,12 +12,13 @@ written as zeros.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from numba import cuda
 
 from mxkv.backends.numba_cuda import codec
 from mxkv.backends.numba_cuda.addressing import place_finder
 from mxkv.backends.numba_cuda.primitives import (
-    bits_of,
     device,
     fetch8,
     fetch16,
@@ -39,38 +40,64 @@ from mxkv.backends.numba_cuda.rows import (
     halves_of,
     octet_writer,
     quad_putter,
+    upper_halves,
     word_fetcher,
 )
 from mxkv.backends.numba_cuda.tasks import WIDEST, LoadTask, Record
 
 _PAIR = 2
+_PACKED_E2M1, _PACKED_E4M3 = 252, 134  # E8M0 bytes, at most: 6 * 2**125 is of bf16's range; 2**120 * 2**7 is of fp32's
 
 
-def step_decoder(record: Record, tensor_scaled: bool):
-    """Three functions of a record's addresses and an element: its step, decoded, of the body and of a bf16 tail, and
-    whether bf16 holds every product of the body's step as it is: neither rounded nor saturated.
+class Decoder(NamedTuple):
+    """How a step of a record is read: functions of the record's addresses and an element. Words are four int32.
 
-    The body's also takes the factor of a scale for the whole cache. The first two give a tuple of fp32.
+    Attributes:
+        fetch_body, fetch_tail: The words of a step, of the body and of a bf16 tail.
+        decode_body: From the body's words and the factor of a scale for the whole cache to a tuple of fp32.
+        decode_tail: From the tail's words to one.
+        is_plain: Of the body's words, whether bf16 holds every product as it is, neither rounded nor saturated.
+        packs: Of the body's words of eight, whether they are as they nearly always are, so that ``pack`` is right.
+        pack: From them to the products as bf16, two to a word.
     """
+
+    fetch_body: Any
+    fetch_tail: Any
+    decode_body: Any
+    decode_tail: Any
+    is_plain: Any
+    packs: Any
+    pack: Any
+
+
+def step_decoder(record: Record, tensor_scaled: bool) -> Decoder:
+    """What reads a record's steps."""
     element, alignment, step = record.element, record.alignment, record.step
     group, body, body_bytes = record.group, record.body, record.body_bytes
     grouped, e8m0 = record.grouped, record.scale == "e8m0"
     fetch_word = word_fetcher(alignment)
     decode_scale = codec.decode_e8m0 if e8m0 else codec.decode_e4m3
     whole_words = alignment >= 16
+    least, most = _plain_scales(record)
 
     @device
-    def factor_of(scales_at, at, factor):
-        return decode_scale(fetch8(scales_at + u32(at) // group)) if grouped else factor
+    def fetch_scale(scales_at, at):
+        return fetch8(scales_at + u32(at) // group) if grouped else i32(0)
+
+    @device
+    def factor_of(scale, factor):
+        return decode_scale(scale) if grouped else factor
 
     @device
     def times(x, factor):
         return mul(x, factor) if grouped or tensor_scaled else x
 
     @device
-    def e2m1_eight(values_at, scales_at, at, factor):
-        word = fetch_word(values_at + u32(at) // 2)
-        scale = factor_of(scales_at, at, factor)
+    def fetch_e2m1(values_at, scales_at, at):
+        return fetch_word(values_at + u32(at) // 2), i32(0), i32(0), fetch_scale(scales_at, at)
+
+    @device
+    def e2m1_octet(word, scale):
         return (
             mul(codec.decode_e2m1(word), scale), mul(codec.decode_e2m1(word >> 4), scale),
             mul(codec.decode_e2m1(word >> 8), scale), mul(codec.decode_e2m1(word >> 12), scale),
@@ -79,9 +106,31 @@ def step_decoder(record: Record, tensor_scaled: bool):
         )  # fmt: skip
 
     @device
-    def e4m3_eight(values_at, scales_at, at, factor):
-        a, b = fetch_word(values_at + at), fetch_word(values_at + at + 4)
-        scale = factor_of(scales_at, at, factor)
+    def e2m1_eight(words, factor):
+        return e2m1_octet(words[0], factor_of(words[3], factor))
+
+    @device
+    def packed(x):
+        return (
+            upper_halves(x[0], x[1]), upper_halves(x[2], x[3]), upper_halves(x[4], x[5]), upper_halves(x[6], x[7]),
+        )  # fmt: skip
+
+    @device
+    def packs_e2m1(words):
+        return not e8m0 or (words[3] >= 2 and words[3] <= _PACKED_E2M1)
+
+    @device
+    def pack_e2m1(words):
+        if e8m0:
+            return codec.scaled_e2m1_octet(words[0], words[3])
+        return packed(e2m1_octet(words[0], factor_of(words[3], float_of(0x3F800000))))
+
+    @device
+    def fetch_e4m3(values_at, scales_at, at):
+        return fetch_word(values_at + at), fetch_word(values_at + at + 4), i32(0), fetch_scale(scales_at, at)
+
+    @device
+    def e4m3_octet(a, b, scale):
         return (
             times(codec.decode_e4m3(a), scale), times(codec.decode_e4m3(a >> 8), scale),
             times(codec.decode_e4m3(a >> 16), scale), times(codec.decode_e4m3(a >> 24), scale),
@@ -90,67 +139,126 @@ def step_decoder(record: Record, tensor_scaled: bool):
         )  # fmt: skip
 
     @device
-    def bf16_eight(address):
+    def e4m3_eight(words, factor):
+        return e4m3_octet(words[0], words[1], factor_of(words[3], factor))
+
+    @device
+    def packs_e4m3(words):
+        if grouped and not e8m0:
+            return True
+        finite = not codec.has_e4m3_nan(words[0]) and not codec.has_e4m3_nan(words[1])
+        return finite and (not e8m0 or (words[3] >= least and words[3] <= _PACKED_E4M3))
+
+    @device
+    def pack_e4m3(words):
+        a, b = words[0], words[1]
+        if grouped and not e8m0:
+            return packed(e4m3_octet(a, b, factor_of(words[3], float_of(0x3F800000))))
+        factor = float_of((words[3] + 120) << 23) if e8m0 else float_of(247 << 23)  # a scale, or 1, times 2**120
+        return packed((
+            codec.scaled_e4m3(a << 24, factor), codec.scaled_e4m3(a << 16, factor),
+            codec.scaled_e4m3(a << 8, factor), codec.scaled_e4m3(a, factor),
+            codec.scaled_e4m3(b << 24, factor), codec.scaled_e4m3(b << 16, factor),
+            codec.scaled_e4m3(b << 8, factor), codec.scaled_e4m3(b, factor),
+        ))  # fmt: skip
+
+    @device
+    def fetch_bf16(address):
         if whole_words:
-            return halves_of(fetch128(address))
-        return halves_of(
-            (fetch_word(address), fetch_word(address + 4), fetch_word(address + 8), fetch_word(address + 12))
-        )
+            return fetch128(address)
+        return fetch_word(address), fetch_word(address + 4), fetch_word(address + 8), fetch_word(address + 12)
+
+    @device
+    def fetch_plain(values_at, scales_at, at):
+        return fetch_bf16(values_at + 2 * at)
+
+    @device
+    def plain_eight(words, factor):
+        return halves_of(words)
+
+    @device
+    def packs_bf16(words):
+        return True
+
+    @device
+    def pack_bf16(words):
+        return words
+
+    @device
+    def fetch_tail(values_at, at):
+        return fetch_bf16(values_at + body_bytes + 2 * (at - body))
 
     @device
     def fetch_half(address):
         if alignment % 2 == 0:
             return fetch16(address)
-        return fetch8(address) | (fetch8(address + 1) << 8)
+        return i32(fetch8(address) | (fetch8(address + 1) << 8))
 
     @device
-    def bf16_two(address, first):
-        x = float_of(0)
+    def fetch_halves(address, first):
+        half = i32(0)
         if first:
-            x = float_of_bf16(fetch_half(address))
-        return x, float_of_bf16(fetch_half(address + 2))
+            half = fetch_half(address)
+        return half, fetch_half(address + 2), i32(0), i32(0)
 
     @device
-    def plain_eight(values_at, scales_at, at, factor):
-        return bf16_eight(values_at + 2 * at)
+    def bf16_two(words):
+        return float_of_bf16(words[0]), float_of_bf16(words[1])
 
     @device
-    def e2m1_two(values_at, scales_at, at, factor):
-        byte, scale = fetch8(values_at + u32(at) // 2), factor_of(scales_at, at, factor)
+    def fetch_e2m1_pair(values_at, scales_at, at):
+        return fetch8(values_at + u32(at) // 2), i32(0), i32(0), fetch_scale(scales_at, at)
+
+    @device
+    def e2m1_two(words, factor):
+        byte, scale = words[0], factor_of(words[3], factor)
         return mul(codec.decode_e2m1(byte), scale), mul(codec.decode_e2m1(byte >> 4), scale)
 
     @device
-    def e4m3_two(values_at, scales_at, at, factor):
-        scale = factor_of(scales_at, at, factor)
-        x = float_of(0)
+    def fetch_e4m3_pair(values_at, scales_at, at):
+        byte = i32(0)
         if at >= 0:
-            x = times(codec.decode_e4m3(fetch8(values_at + at)), scale)
-        return x, times(codec.decode_e4m3(fetch8(values_at + at + 1)), scale)
+            byte = fetch8(values_at + at)
+        return byte, fetch8(values_at + at + 1), i32(0), fetch_scale(scales_at, at)
 
     @device
-    def plain_two(values_at, scales_at, at, factor):
-        return bf16_two(values_at + 2 * at, at >= 0)
+    def e4m3_two(words, factor):
+        scale = factor_of(words[3], factor)
+        return times(codec.decode_e4m3(words[0]), scale), times(codec.decode_e4m3(words[1]), scale)
 
     @device
-    def tail_eight(values_at, at):
-        return bf16_eight(values_at + body_bytes + 2 * (at - body))
+    def fetch_plain_pair(values_at, scales_at, at):
+        return fetch_halves(values_at + 2 * at, at >= 0)
 
     @device
-    def tail_two(values_at, at):
-        return bf16_two(values_at + body_bytes + 2 * (at - body), True)
-
-    least, most = _plain_scales(record)
+    def plain_two(words, factor):
+        return bf16_two(words)
 
     @device
-    def is_plain(scales_at, at):
+    def fetch_tail_pair(values_at, at):
+        return fetch_halves(values_at + body_bytes + 2 * (at - body), True)
+
+    @device
+    def is_plain(words):
         if not e8m0:
             return not tensor_scaled
-        byte = fetch8(scales_at + u32(at) // group)
-        return byte >= least and byte <= most
+        return words[3] >= least and words[3] <= most
 
-    pairs = {"e2m1": e2m1_two, "e4m3": e4m3_two, "bf16": plain_two}
-    octets = {"e2m1": e2m1_eight, "e4m3": e4m3_eight, "bf16": plain_eight}
-    return (pairs[element], tail_two, is_plain) if step == _PAIR else (octets[element], tail_eight, is_plain)
+    if step == _PAIR:
+        pairs = {
+            "e2m1": (fetch_e2m1_pair, e2m1_two),
+            "e4m3": (fetch_e4m3_pair, e4m3_two),
+            "bf16": (fetch_plain_pair, plain_two),
+        }
+        fetch, decode = pairs[element]
+        return Decoder(fetch, fetch_tail_pair, decode, bf16_two, is_plain, None, None)
+    octets = {
+        "e2m1": (fetch_e2m1, e2m1_eight, packs_e2m1, pack_e2m1),
+        "e4m3": (fetch_e4m3, e4m3_eight, packs_e4m3, pack_e4m3),
+        "bf16": (fetch_plain, plain_eight, packs_bf16, pack_bf16),
+    }
+    fetch, decode, packs, pack = octets[element]
+    return Decoder(fetch, fetch_tail, decode, halves_of, is_plain, packs, pack)
 
 
 def _plain_scales(record: Record) -> tuple[int, int]:
@@ -168,15 +276,10 @@ def load_kernel(task: LoadTask):
     index_bytes, scaled, largest, size = task.index_bytes, task.scaled, task.dtype_max, ELEMENT_BYTES[task.dtype]
     plain_bf16, to_bf16 = record.element == "bf16", task.dtype == "bf16"
     place_of = place_finder(record)
-    decode_body, decode_tail, is_plain = step_decoder(record, scaled)
+    fetch_body, fetch_tail, decode_body, decode_tail, is_plain, _, _ = step_decoder(record, scaled)
     encode, put = encoder(task.dtype), put32 if task.dtype == "fp32" else put16
     put_octet = octet_writer(task.dtype, task.aligned)
     put_words = quad_putter(WIDEST if task.aligned else 2)
-
-    @device
-    def upper(x, y):
-        """The upper halves of two numbers in a word."""
-        return i32(((bits_of(x) >> 16) & 0xFFFF) | (bits_of(y) & -0x10000))
 
     @device
     def put_eight(address, x, keep_infinite, first):
@@ -197,7 +300,7 @@ def load_kernel(task: LoadTask):
         """What bf16 holds as it is."""
         put_words(
             address,
-            upper(x[0], x[1]), upper(x[2], x[3]), upper(x[4], x[5]), upper(x[6], x[7]),
+            upper_halves(x[0], x[1]), upper_halves(x[2], x[3]), upper_halves(x[4], x[5]), upper_halves(x[6], x[7]),
         )  # fmt: skip
 
     @device
@@ -237,12 +340,13 @@ def load_kernel(task: LoadTask):
                         zero_eight(address)
                 elif at >= body:
                     if cheap:
-                        put_bf16(address, decode_tail(values_at, at))
+                        put_bf16(address, decode_tail(fetch_tail(values_at, at)))
                     else:
-                        put_step(address, decode_tail(values_at, at), True, first)
+                        put_step(address, decode_tail(fetch_tail(values_at, at)), True, first)
                 else:
-                    x = decode_body(values_at, scales_at, at, factor)
-                    if cheap and is_plain(scales_at, at):
+                    words = fetch_body(values_at, scales_at, at)
+                    x = decode_body(words, factor)
+                    if cheap and is_plain(words):
                         put_bf16(address, x)
                     else:
                         put_step(address, x, plain_bf16, first)

@@ -34,12 +34,43 @@ add, mul, div, fma, sqrt, exp2, log2 = (
 address_of, shared_fetch, shared_fetch64, shared_fetch128 = (
     primitives.address_of, primitives.shared_fetch, primitives.shared_fetch64, primitives.shared_fetch128,
 )  # fmt: skip
-shared_put, shared_put64, shared_put128 = primitives.shared_put, primitives.shared_put64, primitives.shared_put128
+shared_fetch_pair, shared_fetch_words, shared_fetch_four_words = (
+    primitives.shared_fetch_pair, primitives.shared_fetch_words, primitives.shared_fetch_four_words,
+)  # fmt: skip
+shared_put, shared_put16, shared_put64, shared_put128, shared_put_words = (
+    primitives.shared_put, primitives.shared_put16, primitives.shared_put64, primitives.shared_put128,
+    primitives.shared_put_words,
+)  # fmt: skip
+anew, permuted = primitives.anew, primitives.permuted
 
 
 def device(function):
     """A function that kernels call. The simulator runs it as it is, which is faster than through its own wrapper."""
     return function if SIMULATED else cuda.jit(device=True)(function)
+
+
+def unrolled(step, count):
+    """A function that calls ``step(i, *arguments)`` for each i below a count: written out, where the compiler would
+    leave a loop as it is, and keep the arrays that it counts through in memory."""
+
+    def calls(first, number):
+        if number == 1:
+
+            @device
+            def run(*arguments):
+                step(first, *arguments)
+
+        else:
+            before, behind = calls(first, number // 2), calls(first + number // 2, number - number // 2)
+
+            @device
+            def run(*arguments):
+                before(*arguments)
+                behind(*arguments)
+
+        return run
+
+    return calls(0, count)
 
 
 @device
@@ -56,10 +87,15 @@ def fetch_index(address, SIZE):
 
 
 if SIMULATED:
-    barrier = primitives.barrier
+    barrier, shuffle_xor = primitives.barrier, primitives.shuffle_xor
 else:
 
     @device
     def barrier():
         """Wait for the block's other threads. (The simulator knows cuda.syncthreads in a kernel's own module only.)"""
         cuda.syncthreads()
+
+    @device
+    def shuffle_xor(x, mask):
+        """The fp32 of the lane whose number differs in the bits of a mask; all lanes of the warp call it."""
+        return cuda.shfl_xor_sync(0xFFFFFFFF, x, mask)

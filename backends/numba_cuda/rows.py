@@ -62,6 +62,12 @@ def _fp16_halves(words):
     )  # fmt: skip
 
 
+@device
+def upper_halves(x, y):
+    """The upper halves of two fp32 in a word."""
+    return i32(((bits_of(x) >> 16) & 0xFFFF) | (bits_of(y) & -0x10000))
+
+
 def octet_reader(dtype, aligned):
     """A function from an address to eight elements from there on.
 

@@ -106,11 +106,22 @@ def address_of(array):
 
 
 shared_fetch, shared_fetch64 = fetch_float, fetch64
-shared_put, shared_put64 = put_float, put64
+shared_put, shared_put16, shared_put64, shared_put_words = put_float, put16, put64, put128
 
 
 def shared_fetch128(address):
     return tuple((ctypes.c_float * 4).from_address(address))
+
+
+def shared_fetch_pair(address):
+    return tuple((ctypes.c_float * 2).from_address(address))
+
+
+shared_fetch_four_words = fetch128
+
+
+def shared_fetch_words(address):
+    return tuple((ctypes.c_int32 * 2).from_address(address))
 
 
 def shared_put128(address, a, b, c, d):
@@ -124,3 +135,23 @@ def truncated(x):
 
 def barrier():
     threading.current_thread().syncthreads()
+
+
+def shuffle_xor(x, mask):
+    """Every thread of the block has to call it, so that a barrier can stand for a warp that runs in step."""
+    thread = threading.current_thread()
+    numbers = vars(thread._manager).setdefault("shuffled", {})
+    numbers[thread.thread_id] = x
+    thread.syncthreads()
+    found = numbers[thread.thread_id ^ mask]
+    thread.syncthreads()
+    return found
+
+
+def permuted(a, b, selector):
+    source = struct.pack("<II", u32(a), u32(b))
+    return int.from_bytes(bytes(source[selector >> 4 * i & 7] for i in range(4)), "little", signed=True)
+
+
+def anew(x):
+    return x

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import mxkv
-from mxkv import checks
+from mxkv import checks, devices
 from tests.numba_gpu import no_compiler
 from tests.support import CUSTOM, cos_sin_table
 
@@ -40,6 +40,7 @@ class Case:
         capabilities: What it is compiled for.
         wide: Whether it is to read and write 16 bytes at a time.
         exact: Whether every sum and product of it is rounded by itself.
+        registers: Of a thread, at most.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     capabilities: list[tuple[int, int]]
     wide: bool = True
     exact: bool = True
+    registers: int = 255
 
 
 def store_case(
@@ -97,25 +99,33 @@ def attend_case(
     *,
     whole: bool = True,
     reduce: bool = False,
+    heads: int = 3,
+    guessed: bool = False,
+    registers: int = 255,
 ) -> Case:
+    """``guessed``: in the first configuration of an H200 with all heads in a block, else in one that fits compute
+    capability 5.0."""
+
     def make() -> tuple[Any, Callable[[Any], Any], str]:
         from mxkv.backends.numba_cuda import attend, attention, config
 
-        cache, q = mxkv.empty_cache(name, 4, 8, dim), torch.empty(2, 3, dim, dtype=torch.float16)
+        cache, q = mxkv.empty_cache(name, 4, 8, dim), torch.empty(2, heads, dim, dtype=torch.float16)
         rows, bounds = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         selected = (None, None, rows, bounds) if selection == "pages" else (rows, None, None, None)
         spec = checks.attend_spec(
-            q, cache, torch.empty_like(q), *selected, BY_NAME[name].spec, None, torch.zeros(3), None, None, None
+            q, cache, torch.empty_like(q), *selected, BY_NAME[name].spec, None, torch.zeros(heads), None, None, None
         )
-        # What fits compute capability 5.0.
-        launch = config.AttendConfig(128, 4, 8, 2)
+        launch = config.AttendConfig(128, 4, 8, 2, 8, True, 3)
+        if guessed:
+            found = config.attend_configurations(spec, devices.TARGETS["hopper"])
+            launch = next(launch for launch in found if launch.block_heads == heads)
         task = attention.attend_task(spec, 0, 4, 4 * (selection == "pages"), whole, launch)
         if reduce:
             return task, attend.reduce_kernel, attention.REDUCE_ARGUMENTS
         return task, attend.attend_kernel, attention.ATTEND_ARGUMENTS
 
-    title = f"{'reduce' if reduce else 'attend'} {name} {selection} {dim}{'' if whole else ' split'}"
-    return Case(title, make, capabilities, wide=False, exact=False)
+    title = f"{'reduce' if reduce else 'attend'} {name} {selection} {heads} heads {dim}{'' if whole else ' split'}"
+    return Case(title, make, capabilities, wide=False, exact=False, registers=registers)
 
 
 def compress_case(name: str, capabilities: list[tuple[int, int]], *, ratio: int = 2, **fields: bool) -> Case:
@@ -156,6 +166,11 @@ CASES = [
     attend_case("mxfp4", "dense", 512, CAPABILITIES),
     attend_case("dsv4", "pages", 512, NEWEST, whole=False),
     attend_case("mxfp4", "dense", 512, CAPABILITIES, whole=False, reduce=True),
+    # Three blocks of 128 threads are to fit a multiprocessor, or two of 256.
+    attend_case("bf16", "dense", 512, NEWEST, whole=False, heads=16, guessed=True, registers=168),
+    attend_case("mxfp4", "dense", 512, NEWEST, whole=False, heads=16, guessed=True, registers=168),
+    attend_case("dsv4", "dense", 512, NEWEST, heads=16, guessed=True, registers=168),
+    attend_case("bf16", "dense", 512, NEWEST, heads=32, guessed=True, registers=128),
 ]
 
 
@@ -211,6 +226,9 @@ def problems_of(case: Case, ptx: str, capability: tuple[int, int]) -> list[str]:
             found.append(f"ptxas refuses it: {done.stderr[-500:]}")
         elif not re.search(r"0 bytes stack frame, 0 bytes spill stores", done.stderr):
             found.append(f"it spills: {done.stderr[-200:]}")
+        used = re.search(r"Used (\d+) registers", done.stderr)
+        if used and int(used[1]) > case.registers:
+            found.append(f"a thread takes {used[1]} registers, not {case.registers} at most")
     return found
 
 
@@ -227,7 +245,7 @@ def compiled(case: Case) -> None:
     wrong, unsupported = {}, []
     for capability in case.capabilities:
         try:
-            ptx = compiler.compile_ptx(function, arguments, capability)
+            ptx = compiler.compile_ptx(function, arguments, capability, getattr(task, "bounds", None))
         except Exception:
             reason = supported(capability)
             if not reason:

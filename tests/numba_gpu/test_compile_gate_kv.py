@@ -37,7 +37,7 @@ def attend_case(name: str, dim: int, capabilities: list[tuple[int, int]], **fiel
         spec = mxkv.spec("attend_kv", format=name, head_dim=dim, heads=2, query_heads=8, dtype=FP16, **fields)
         packed, windowed = spec.packed, spec.windowed
         task = kv_attend.AttendKVTask(
-            kv.record_of(spec, 0), 8, "fp16", packed, windowed, 4, 4, 4, True, not packed, 128, 4, 16
+            kv.record_of(spec, 0), 8, "fp16", packed, windowed, 4, 4, 4, True, not packed, 128, 4, 16, 4, True, 4
         )
         return task, kv_attend.attend_kv_kernel, kv.ATTEND_ARGUMENTS
 

@@ -120,6 +120,7 @@ class Driver:
         self.current = 0
         self.left: list[int] = []
         self.launched: tuple[Any, ...] = ()
+        self.attributes: dict[int, int] = {}
 
     def cuDevicePrimaryCtxRetain(self, context: Any, index: int) -> int:
         context._obj.value = 100 + index
@@ -147,7 +148,7 @@ class Driver:
         return 0
 
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> int:
-        self.attribute = (attribute, value)
+        self.attributes[attribute] = value
         return 0
 
     def cuGetErrorString(self, result: int, text: Any) -> int:
@@ -187,7 +188,7 @@ def test_a_launch_goes_to_the_tensors_device_and_torchs_stream(driver: Driver) -
     assert driver.current == 0  # what was current is so again
     driver.current = 101
     kernel(1, (32, 1), 60 << 10, 1, (2, 3))
-    assert driver.attribute == (8, 60 << 10)
+    assert driver.attributes == {8: 60 << 10, 9: 100}  # of shared memory: the most, and the percentage
     assert not driver.left
 
 
