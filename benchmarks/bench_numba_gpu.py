@@ -251,21 +251,25 @@ def main() -> int:
         compile_ahead([shape for shape in ATTENDS if arguments.match in f"attend {shape.name}"], arguments.workers)
         print(f"compilation for the sweep: {time.perf_counter() - begun:.0f} s", flush=True)
     ceiling = rows.copy_ceiling()
-    found = {
-        "environment": rows.environment(ceiling),
-        "compiler": compiler.version(),
-        "host_us": host_us(),
-        "rows": [
-            measure_rows(shape, ceiling, arguments.sweep) for shape in ROWS if arguments.match in shape.name
-        ],
-        "attends": [
-            measure_attend(shape, arguments.sweep) for shape in ATTENDS if arguments.match in f"attend {shape.name}"
-        ],
-        "kernels": compiler.kept(),
+    found: dict[str, Any] = {
+        "environment": rows.environment(ceiling), "compiler": compiler.version(), "host_us": host_us(),
+        "rows": [], "attends": [], "kernels": [],
     }  # fmt: skip
-    print("\n".join(lines_of(found)))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "numba.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    def add(what: str, measured: dict[str, Any]) -> None:
+        """Keep what is known: a run that is stopped loses nothing."""
+        found[what].append(measured)
+        found["kernels"] = compiler.kept()
+        (arguments.out / "numba.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    for shape in ROWS:
+        if arguments.match in shape.name:
+            add("rows", measure_rows(shape, ceiling, arguments.sweep))
+    for attend in ATTENDS:
+        if arguments.match in f"attend {attend.name}":
+            add("attends", measure_attend(attend, arguments.sweep))
+    print("\n".join(lines_of(found)))
     return 0
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from mxkv import settings
+from mxkv.backends.numba_cuda.shared import Shared
 from mxkv.contracts import AttendSpec
 from mxkv.devices import Target
 from mxkv.splitting import parts_of
 
-VECTOR = 4  # fp32 of an access to shared memory
-WARP = 32
-_BANKS = 128  # bytes of shared memory that are read at a time
 SIMULATED_THREADS = 4  # the simulator runs a Python thread for each
 
 
@@ -116,7 +114,7 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
     found = [
         AttendConfig(threads, block_heads, block_rows, blocks, tile_heads, ahead, resident)
         for threads, block_heads, block_rows, tile_heads, ahead, resident in kinds
-        for blocks in (2 * resident, resident, 2)
+        for blocks in (2 * resident, resident, 2, 3 * resident)
     ]
     fitting = dict.fromkeys(config for config in found if fits(spec, target, config))
     return tuple(sorted(fitting, key=lambda config: _too_large(spec, target, config)))
@@ -129,14 +127,14 @@ def guess(
     first = found[0]
     same = [config for config in found if dataclasses.replace(config, blocks_per_unit=first.blocks_per_unit) == first]
 
-    def tiles_of(config: AttendConfig) -> float:
-        """How long a multiprocessor is busy, in tiles. A block begins and ends in the time of one, and waits half of
-        its time where no other block has something to do meanwhile."""
+    def tiles_of(config: AttendConfig) -> int:
+        """How long a multiprocessor is busy, in tiles. A block begins and ends in the time of one tile. Blocks that are
+        held together take the sum of their times, and that of one for the waits that the others do not hide."""
         splits = splits_of(config, spec, queries, rows, compute_units)
         blocks = queries * -(-spec.heads // config.block_heads) * splits
-        held = min(config.resident, max(blocks / compute_units, 1))
         tiles = -(-rows // (config.block_rows * splits)) + 1
-        return -(-blocks // compute_units) * tiles * (1 + 0.5 / held)
+        rounds, rest = divmod(-(-blocks // compute_units), config.resident)
+        return tiles * (rounds * (config.resident + 1) + (rest + 1 if rest else 0))
 
     return min(same, key=tiles_of)
 
@@ -170,121 +168,3 @@ def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, c
     tiles = -(-rows // config.block_rows)
     wanted = min(config.blocks_per_unit * compute_units // blocks, tiles // _LEAST_TILES)
     return parts_of(tiles, wanted)
-
-
-def _apart(size: int, step: int) -> int:
-    """The least number from a size on that is a step behind a multiple of what all banks have."""
-    return size + (step - size) % _BANKS
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """A block's shared memory: where its parts start, in bytes; and how its threads share the logits of a tile.
-
-    Attributes:
-        dim: Values of a row.
-        threads, block_heads, block_rows: Of a block.
-        most_heads: Heads of which a thread sums logits, at most.
-        value_bytes: Of a value of a tile's row: 2 (bf16) or 4 (fp32). Queries are fp32.
-        apart: Whether keys and values are different rows.
-        table: fp32 numbers that a block keeps beside them.
-    """
-
-    dim: int
-    threads: int
-    block_heads: int
-    block_rows: int
-    most_heads: int
-    value_bytes: int = 4
-    apart: bool = False
-    table: int = 0
-
-    @property
-    def tile_heads(self) -> int:
-        """Heads of which a thread sums logits."""
-        return min(self.block_heads, self.most_heads)
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of which it does."""
-        return min(self.block_rows, 4)
-
-    @property
-    def tile_threads(self) -> int:
-        """How many threads have one part of the dims of all logits."""
-        return self.block_heads * self.block_rows // (self.tile_heads * self.tile_rows)
-
-    @property
-    def parts(self) -> int:
-        """Into how many parts the dims of a logit are split."""
-        return self.threads // self.tile_threads
-
-    @property
-    def warp_parts(self) -> int:
-        """How many of these the lanes of one warp have, which add them up among themselves."""
-        return max(min(self.threads, WARP) // self.tile_threads, 1)
-
-    @property
-    def partials(self) -> int:
-        """How many sums of a logit are left then."""
-        return self.parts // self.warp_parts
-
-    @property
-    def each(self) -> int:
-        """Logits of which a thread makes weights: of one head."""
-        return max(self.block_heads * self.block_rows // self.threads, 1)
-
-    @property
-    def vector(self) -> int:
-        """Values of a row that a thread reads at a time."""
-        return 16 // self.value_bytes
-
-    @property
-    def padded(self) -> int:
-        return -(-self.dim // self.vector) * self.vector
-
-    @property
-    def query(self) -> int:
-        """From one head's query to the next; neighbouring ones stand in different banks."""
-        if self.value_bytes == 2:
-            return _apart(4 * self.padded, 16)
-        return 4 * (self.padded + VECTOR * (1 + self.padded // VECTOR % 2))
-
-    @property
-    def row(self) -> int:
-        """From one row of a tile to the next. The rows that lanes read at a time stand in different banks; those of
-        bf16 as far apart as they can, since lanes read neighbouring vectors of each."""
-        if self.value_bytes == 2:
-            return _apart(2 * self.padded, _BANKS // (self.block_rows // self.tile_rows))
-        return self.query
-
-    @property
-    def keys(self) -> int:
-        return self.block_heads * self.query
-
-    @property
-    def values(self) -> int:
-        return self.keys + self.apart * self.block_rows * self.row
-
-    @property
-    def partial(self) -> int:
-        """Logits [partials, HEADS, ROWS], not yet added up; then, in the place of the first of them, weights."""
-        return self.values + self.block_rows * self.row
-
-    @property
-    def factors(self) -> int:
-        """What the sums so far are multiplied by [HEADS]."""
-        return self.partial + 4 * self.partials * self.block_heads * self.block_rows
-
-    @property
-    def places(self) -> int:
-        """Where the rows of three tiles stand, by turns: values and scales [3, ROWS, 2] int64."""
-        return -(-(self.factors + 4 * self.block_heads) // 16) * 16
-
-    @property
-    def tables(self) -> int:
-        return self.places + 3 * 16 * self.block_rows
-
-    @property
-    def bytes(self) -> int:
-        return self.tables + 4 * self.table

@@ -1,4 +1,4 @@
-"""Attention over pages of keys and values per head: what :mod:`.attend`'s kernel needs to read them.
+"""Attention over pages of keys and values per head: what :mod:`.attend_core`'s kernel needs to read them.
 
 A block takes the heads of one query that share a head of the cache. Queries of the same sequence read its rows each for
 itself. Keys are kept as they were rotated; the queries are rotated instead.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from mxkv.backends.numba_cuda import codec
-from mxkv.backends.numba_cuda.attend import Source, Steps, attention_kernel, tile_loader
-from mxkv.backends.numba_cuda.config import Shared
+from mxkv.backends.numba_cuda.attend_core import attention_kernel
+from mxkv.backends.numba_cuda.attend_tiles import Source, Steps, tile_loader
 from mxkv.backends.numba_cuda.kv_rows import (
     OCTET,
     TABLE,
@@ -36,6 +36,7 @@ from mxkv.backends.numba_cuda.primitives import (
     shared_put128,
 )
 from mxkv.backends.numba_cuda.rows import word_fetcher
+from mxkv.backends.numba_cuda.shared import Shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,5 +248,5 @@ def kv_source(task: AttendKVTask) -> Source:
 
 
 def attend_kv_kernel(task: AttendKVTask):
-    """The kernel for a task; see :func:`~mxkv.backends.numba_cuda.attend.attention_kernel`."""
+    """The kernel for a task; see :func:`~mxkv.backends.numba_cuda.attend_core.attention_kernel`."""
     return attention_kernel(task, kv_source(task))

@@ -107,7 +107,7 @@ def attend_case(
     capability 5.0."""
 
     def make() -> tuple[Any, Callable[[Any], Any], str]:
-        from mxkv.backends.numba_cuda import attend, attention, config
+        from mxkv.backends.numba_cuda import attend, attend_core, attention, config
 
         cache, q = mxkv.empty_cache(name, 4, 8, dim), torch.empty(2, heads, dim, dtype=torch.float16)
         rows, bounds = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
@@ -121,7 +121,7 @@ def attend_case(
             launch = next(launch for launch in found if launch.block_heads == heads)
         task = attention.attend_task(spec, 0, 4, 4 * (selection == "pages"), whole, launch)
         if reduce:
-            return task, attend.reduce_kernel, attention.REDUCE_ARGUMENTS
+            return task, attend_core.reduce_kernel, attention.REDUCE_ARGUMENTS
         return task, attend.attend_kernel, attention.ATTEND_ARGUMENTS
 
     title = f"{'reduce' if reduce else 'attend'} {name} {selection} {heads} heads {dim}{'' if whole else ' split'}"
