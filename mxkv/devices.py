@@ -72,6 +72,10 @@ TARGETS: Mapping[str, Target] = MappingProxyType({t.name: t for t in _TARGETS})
 """Every known target; "cuda" and "rocm" are those of devices that no other row describes."""
 
 
+# Of capabilities that have less, or more, than the rest of their target.
+_SHARED_MEMORY = {70: 96 << 10, 72: 96 << 10, 75: 64 << 10, 86: 99 << 10, 120: 99 << 10, 121: 99 << 10}
+
+
 @dataclasses.dataclass(frozen=True)
 class Device:
     """A device of this machine.
@@ -96,10 +100,12 @@ class Device:
 
 
 def nvidia_target(capability: tuple[int, int]) -> Target:
-    """The target of an NVIDIA compute capability."""
+    """The target of an NVIDIA compute capability, with the shared memory that this one has."""
     number = capability[0] * 10 + capability[1]
     fitting = [t for t in _TARGETS if t.vendor == "nvidia" and t.capability <= number]
-    return max(fitting, key=lambda t: t.capability) if fitting else TARGETS["cuda"]
+    target = max(fitting, key=lambda t: t.capability) if fitting else TARGETS["cuda"]
+    shared_memory = _SHARED_MEMORY.get(number, target.shared_memory)
+    return dataclasses.replace(target, shared_memory=shared_memory)
 
 
 def amd_target(arch: str) -> Target:

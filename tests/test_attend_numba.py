@@ -97,7 +97,7 @@ def test_one_row_comes_out_as_a_load_gives_it(name: str, dim: int) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(1, 512), (16, 64), (16, 512), (64, 576), (256, 80)])
 def test_what_is_tried_fits(heads: int, dim: int, target: devices.Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes that the kernel can take, in a block's shared memory, each once, and splits that are its own."""
-    from mxkv.backends.numba_cuda import config
+    from mxkv.backends.numba_cuda import config, shared
 
     monkeypatch.setattr(config.settings, "numba_simulated", lambda: False)
     spec = spec_of(heads, dim)
@@ -105,10 +105,10 @@ def test_what_is_tried_fits(heads: int, dim: int, target: devices.Target, monkey
     assert found
     assert len(set(found)) == len(found)
     for launch in found:
-        shared = config.shared_of(spec, launch)
-        assert shared.bytes <= target.shared_memory
-        assert launch.threads >= max(launch.block_heads, shared.tile_threads)
-        assert launch.block_rows <= config.WARP >= shared.tile_threads
+        block = config.shared_of(spec, launch)
+        assert block.bytes <= target.shared_memory
+        assert launch.threads >= max(launch.block_heads, block.tile_threads)
+        assert launch.block_rows <= shared.WARP >= block.tile_threads
         assert launch.threads * launch.resident * 128 <= 1 << 16  # registers of a multiprocessor
     for queries in (1, 8, 64, 256):
         assert config.guess(found, spec, queries, 2048, 132) in found

@@ -413,6 +413,15 @@ def test_nvidia_targets(capability: tuple[int, int], name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("capability", "kilobytes"),
+    [((5, 0), 48), ((6, 1), 48), ((7, 0), 96), ((7, 5), 64), ((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227),
+     ((10, 0), 227), ((12, 0), 99)],
+)  # fmt: skip
+def test_shared_memory_is_the_capabilitys_own(capability: tuple[int, int], kilobytes: int) -> None:
+    assert devices.nvidia_target(capability).shared_memory == kilobytes << 10
+
+
+@pytest.mark.parametrize(
     ("arch", "name"),
     [("gfx942:sramecc+:xnack-", "gfx942"), ("gfx950", "gfx950"), ("gfx90a", "rocm"), ("gfx1100", "rocm")],
 )

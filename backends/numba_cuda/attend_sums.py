@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from numba import cuda, types
+from numba import types
 
 from mxkv.backends.numba_cuda.primitives import (
     bits_of,
+    cuda,
     device,
     exp2,
     float_of,

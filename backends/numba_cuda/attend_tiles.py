@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import cuda, types
+from numba import types
 
-from mxkv.backends.numba_cuda.primitives import device, i32, i64, shared_fetch64, unrolled
+from mxkv.backends.numba_cuda.primitives import cuda, device, i32, i64, shared_fetch64, unrolled
 
 _UNDER_WAY = 4  # steps that a thread reads at a time
 _MOST_AHEAD = 8  # steps that it reads before it adds a tile up

@@ -6,6 +6,7 @@ Sums and products are LLVM's with explicit rounding: plain ones the compiler wou
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import cuda as cuda
 from numba import types
 
 try:

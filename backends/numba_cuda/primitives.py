@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 
-from numba import cuda
-
 from mxkv import settings
 
 SIMULATED = settings.numba_simulated()
 
 primitives = importlib.import_module(f"{__package__}.{'simulated' if SIMULATED else 'intrinsics'}")
 
+cuda = primitives.cuda
 fetch8, fetch16, fetch32, fetch64, fetch128, fetch_float = (
     primitives.fetch8, primitives.fetch16, primitives.fetch32, primitives.fetch64, primitives.fetch128,
     primitives.fetch_float,

@@ -10,6 +10,20 @@ import threading
 import numpy as np
 
 
+class _Local:
+    """A thread's own arrays."""
+
+    @staticmethod
+    def array(count, kind):
+        return np.empty(count, str(kind))
+
+
+class cuda:
+    """What device functions use of numba.cuda: the simulator knows that in a kernel's own module only."""
+
+    local = _Local
+
+
 def _reader(kind):
     def fetch(address):
         return kind.from_address(address).value
