@@ -9,7 +9,7 @@ from mxkv.backends.numba_cuda.attend_core import attention_kernel
 from mxkv.backends.numba_cuda.attend_tiles import Source, Steps, tile_loader
 from mxkv.backends.numba_cuda.load import step_decoder
 from mxkv.backends.numba_cuda.primitives import device, fetch_index, float_of, i32, i64, shared_put16, shared_put_words
-from mxkv.backends.numba_cuda.shared import Shared
+from mxkv.backends.numba_cuda.shared import Shared, latent_shared
 from mxkv.backends.numba_cuda.tasks import OCTET, Record
 
 _BF16_MAX = 0x7F7F0000
@@ -63,7 +63,7 @@ class AttendTask:
 
     @property
     def shared(self) -> Shared:
-        return Shared(self.record.dim, self.threads, self.block_heads, self.block_rows, self.tile_heads, value_bytes=2)
+        return latent_shared(self.record.dim, self.threads, self.block_heads, self.block_rows, self.tile_heads)
 
     @property
     def bounds(self) -> tuple[int, int]:

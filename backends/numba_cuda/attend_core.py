@@ -21,7 +21,15 @@ import math
 
 from numba import cuda, types
 
-from mxkv.backends.numba_cuda.attend_sums import Attention, columns_of, larger, logit_summer, softmax, value_fetcher
+from mxkv.backends.numba_cuda.attend_sums import (
+    MINUS_INFINITY,
+    Attention,
+    columns_of,
+    larger,
+    logit_summer,
+    softmax,
+    value_fetcher,
+)
 from mxkv.backends.numba_cuda.attend_tiles import Source
 from mxkv.backends.numba_cuda.primitives import (
     address_of,
@@ -60,8 +68,7 @@ from mxkv.backends.numba_cuda.tasks import OCTET
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-_MINUS_INFINITY = -0x800000
-_MOST_AHEAD = 8  # steps that it reads before it adds a tile up
+_QUERIES_UNDER_WAY = 8  # octets of queries that a thread reads at a time
 
 
 def attention_kernel(task: Attention, source: Source):
@@ -122,12 +129,12 @@ def attention_kernel(task: Attention, source: Source):
         shared_put128(target, x[0], x[1], x[2], x[3])
         shared_put128(target + 16, x[4], x[5], x[6], x[7])
 
-    put_octets = unrolled(put_octet, min(max(-(-heads * octets // threads), 1), _MOST_AHEAD))
+    put_octets = unrolled(put_octet, min(max(-(-heads * octets // threads), 1), _QUERIES_UNDER_WAY))
 
     @device
     def load_octets(q, query, first_head, last_head, shared_at, thread):
         aligned = (q[0] | q[1] | q[2]) % 16 == 0
-        for turn in range(0, -(-heads * octets // threads), _MOST_AHEAD):
+        for turn in range(0, -(-heads * octets // threads), _QUERIES_UNDER_WAY):
             if aligned:
                 put_octets(q, query, first_head, last_head, shared_at, thread + turn * threads, True)
             else:
@@ -244,7 +251,7 @@ def attention_kernel(task: Attention, source: Source):
             sums[i] = 0
         for i in range(words_of):
             words[i] = 0
-        top, total = float_of(_MINUS_INFINITY), float_of(0)
+        top, total = float_of(MINUS_INFINITY), float_of(0)
         column = i32(dim + thread)
         while column < padded:  # what a vector reads behind a row
             for row in range(rows):
@@ -329,7 +336,7 @@ def attention_kernel(task: Attention, source: Source):
         if thread % lanes == 0 and thread < heads * lanes:
             block_head = thread // lanes
             head = first_head + block_head
-            logarithm = float_of(_MINUS_INFINITY)
+            logarithm = float_of(MINUS_INFINITY)
             if total > 0 or total != total:
                 logarithm = top + log2(total)
             if head < last_head:
@@ -372,10 +379,10 @@ def reduce_kernel(task: Attention):
         head = block - query * heads
         logs += 4 * block * splits
         partial += 4 * block * splits * value_dim
-        top = float_of(_MINUS_INFINITY)
+        top = float_of(MINUS_INFINITY)
         for split in range(splits):
             top = larger(fetch_float(logs + 4 * split), top)
-        if top == float_of(_MINUS_INFINITY):
+        if top == float_of(MINUS_INFINITY):
             top = float_of(0)
         total = float_of(0)
         for split in range(splits):
@@ -394,7 +401,7 @@ def reduce_kernel(task: Attention):
             write(out[0] + query * out[1] + head * out[2] + at * out_bytes, div(summed, divisor))
             at = i32(at + threads)
         if lse != 0 and cuda.threadIdx.x == 0:
-            logarithm = float_of(_MINUS_INFINITY)
+            logarithm = float_of(MINUS_INFINITY)
             if total > 0 or total != total:
                 logarithm = top + log2(total)
             put_float(lse + 4 * block, mul(logarithm, LN2))

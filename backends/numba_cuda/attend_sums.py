@@ -30,7 +30,7 @@ from mxkv.backends.numba_cuda.primitives import (
 )
 from mxkv.backends.numba_cuda.shared import VECTOR, Shared
 
-_MINUS_INFINITY = -0x800000
+MINUS_INFINITY = -0x800000
 
 
 class Attention(Protocol):
@@ -284,12 +284,12 @@ def softmax(task: Attention):
             if not whole:
                 other = row + i // my_rows + i % my_rows * row_step
                 if shared_fetch64(places + 16 * other) == 0:
-                    logits[i] = float_of(_MINUS_INFINITY)
+                    logits[i] = float_of(MINUS_INFINITY)
             raised = larger(logits[i], raised)
         for stage in range(stages):
             raised = larger(shuffle_xor(raised, 1 << stage), raised)
         shift = raised
-        if raised == float_of(_MINUS_INFINITY):  # no row yet: -inf less -inf is NaN
+        if raised == float_of(MINUS_INFINITY):  # no row yet: -inf less -inf is NaN
             shift = float_of(0)
         shrink, added = exp2(sub(top, shift)), float_of(0)
         for i in range(each):

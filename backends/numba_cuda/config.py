@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mxkv import settings
-from mxkv.backends.numba_cuda.shared import Shared
+from mxkv.backends.numba_cuda.shared import Shared, latent_shared
 from mxkv.contracts import AttendSpec
 from mxkv.devices import Target
 from mxkv.splitting import parts_of
@@ -157,9 +157,7 @@ def held(spec: AttendSpec, target: Target, config: AttendConfig) -> bool:
 
 def shared_of(spec: AttendSpec, config: AttendConfig) -> Shared:
     """A block's shared memory."""
-    return Shared(
-        spec.latent_dim, config.threads, config.block_heads, config.block_rows, config.tile_heads, value_bytes=2
-    )
+    return latent_shared(spec.latent_dim, config.threads, config.block_heads, config.block_rows, config.tile_heads)
 
 
 def splits_of(config: AttendConfig, spec: AttendSpec, queries: int, rows: int, compute_units: int) -> int:

@@ -125,3 +125,8 @@ class Shared:
     @property
     def bytes(self) -> int:
         return self.tables + 4 * self.table
+
+
+def latent_shared(dim: int, threads: int, block_heads: int, block_rows: int, tile_heads: int) -> Shared:
+    """A block's whose rows are latent ones: what they hold is bf16."""
+    return Shared(dim, threads, block_heads, block_rows, tile_heads, value_bytes=2)

@@ -42,9 +42,7 @@ def attends(name: str) -> Iterator[tuple[str, float]]:
         indices = torch.randint(-20, ROWS + 20, (3, MOST), device=DEVICE, generator=g)
         indices[0] %= ROWS
         want, out = mxkv.attend(q, cache, indices=indices, **given, backend="torch"), torch.empty_like(q)
-        spec = checks.attend_spec(
-            q, cache, out, indices, None, None, None, name, scale, None, None, None, None
-        )  # fmt: skip
+        spec = checks.attend_spec(q, cache, out, indices, None, None, None, name, scale, None, None, None, None)
         kinds = {}  # configurations that differ in more than their splits
         for config in attention.tunable(spec).space:
             kinds.setdefault((config.threads, config.block_heads, config.block_rows, config.ahead), config)

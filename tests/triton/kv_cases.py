@@ -18,9 +18,8 @@ from mxkv.devices import Target
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK_SIZE = 64
 MOST_SPILLED = 64  # bytes
-MOST_SPILLED_IN_TWELVE = (
-    100  # bytes, where 12 programs of 168 registers are to fit: Triton 3.9. With 3.6, measured, none.
-)
+# Where 12 programs of 168 registers are to fit: with Triton 3.9. With 3.6, which was measured, none.
+MOST_SPILLED_IN_TWELVE = 100
 MOST_SHARED_LOADS = (24, 90)
 MOST_SHARED_LOADS_OF_SIGNS = 2
 K3V3 = KVFormat("k3v3", KeyCode.MSE3, 3)
