@@ -336,7 +336,9 @@ def test_ctrl_c_keeps_what_is_done(cache: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "tune", *SMALL, "--op", "store", "--tokens", "1", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Tests that run in the background of a script were told to ignore it, and so would this process be.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stderr is not None
     assert "[1/2]" in process.stderr.readline()
