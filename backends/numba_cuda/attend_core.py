@@ -116,6 +116,14 @@ def attention_kernel(task: Attention, source: Source):
         return query, item - query * splits, cache_head, first_head, cache_head * group + group
 
     @device
+    def put_place(target, entry, at, begin, cache, cache_head, num_slots, block_stride):
+        """Where a row stands, to shared memory; 1 if there is one, else 0."""
+        place, other = place_of(entry, at, begin, cache, cache_head, num_slots, block_stride)
+        shared_put64(target, place)
+        shared_put64(target + 8, other)
+        return i32(0) if place == 0 else i32(1)
+
+    @device
     def put_octet(turn, q, query, first_head, last_head, shared_at, thread, aligned):
         item = min(thread + turn * threads, heads * octets - 1)
         head = item // octets
@@ -216,6 +224,19 @@ def attention_kernel(task: Attention, source: Source):
                 if i < left:
                     write(address + i * out_bytes, mul(sums[first + i], scaling))
 
+    @device
+    def write_head(i, sums, base, head_stride, factors, first_head, last_head, my_first, my_column):
+        head = first_head + my_first + i
+        if head < last_head:
+            scaling = shared_fetch(factors + 4 * (my_first + i))
+            for turn in range(turns):
+                at = width * (my_column + turn * column_threads)
+                if at < value_dim:
+                    address = base + head * head_stride + at * out_bytes
+                    write_columns(address, sums, (turn * my_heads + i) * width, scaling, value_dim - at)
+
+    write_heads = unrolled(write_head, my_heads)
+
     # Four barriers a tile. What each of them keeps apart:
     #   1  the last tile's sums, which read values, weights and factors, from this tile's rows, which take the place of
     #      those values. It also shows all threads where the next tile's rows stand (written after the last barrier 4),
@@ -268,18 +289,10 @@ def attention_kernel(task: Attention, source: Source):
             if row < rows:
                 at = i64(tile) * rows + row
                 entry = entry_of(rows_of, table_row, at, count, begin)
-                place, other = place_of(entry, at, begin, cache, cache_head, num_slots, block_stride)
-                if place == 0:
-                    first_there = i32(0)
-                shared_put64(here + 16 * row, place)
-                shared_put64(here + 16 * row + 8, other)
+                first_there &= put_place(here + 16 * row, entry, at, begin, cache, cache_head, num_slots, block_stride)
                 at += rows
                 entry = entry_of(rows_of, table_row, at, count, begin)
-                place, other = place_of(entry, at, begin, cache, cache_head, num_slots, block_stride)
-                if place == 0:
-                    there = i32(0)
-                shared_put64(coming + 16 * row, place)
-                shared_put64(coming + 16 * row + 8, other)
+                there &= put_place(coming + 16 * row, entry, at, begin, cache, cache_head, num_slots, block_stride)
         whole_tile = cuda.syncthreads_and(first_there) != 0
         if ahead:
             fetch_tile(words, here, thread, whole_tile)
@@ -320,13 +333,10 @@ def attention_kernel(task: Attention, source: Source):
             for i in range(lookups):
                 row = thread + i * threads
                 if row < rows:
-                    place, other = place_of(
-                        i64(entries[i]), (i64(tile) + 2) * rows + row, begin, cache, cache_head, num_slots, block_stride
+                    at = (i64(tile) + 2) * rows + row
+                    there &= put_place(
+                        after + 16 * row, i64(entries[i]), at, begin, cache, cache_head, num_slots, block_stride
                     )
-                    if place == 0:
-                        there = i32(0)
-                    shared_put64(after + 16 * row, place)
-                    shared_put64(after + 16 * row + 8, other)
             here, coming, after = coming, after, here
             whole_tile = whole_next
             tile = i32(tile + 1)
@@ -354,15 +364,7 @@ def attention_kernel(task: Attention, source: Source):
         base = result[0] + query * result[1]
         if not whole:
             base += split * value_dim * out_bytes
-        for i in range(my_heads):
-            head = first_head + my_first + i
-            if head < last_head:
-                scaling = shared_fetch(memory + factors_at + 4 * (my_first + i))
-                for turn in range(turns):
-                    at = width * (my_column + turn * column_threads)
-                    if at < value_dim:
-                        address = base + head * result[2] + at * out_bytes
-                        write_columns(address, sums, (turn * my_heads + i) * width, scaling, value_dim - at)
+        write_heads(sums, base, result[2], memory + factors_at, first_head, last_head, my_first, my_column)
 
     return kernel
 

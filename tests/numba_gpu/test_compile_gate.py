@@ -100,16 +100,17 @@ def attend_case(
     whole: bool = True,
     reduce: bool = False,
     heads: int = 3,
+    dtype: torch.dtype = torch.float16,
     guessed: bool = False,
     registers: int = 255,
 ) -> Case:
-    """``guessed``: in the first configuration of an H200 with all heads in a block, else in one that fits compute
-    capability 5.0."""
+    """``dtype``: of the queries. ``guessed``: in the first configuration of an H200 with all heads in a block, else in
+    one that fits compute capability 5.0."""
 
     def make() -> tuple[Any, Callable[[Any], Any], str]:
         from mxkv.backends.numba_cuda import attend, attend_core, attention, config
 
-        cache, q = mxkv.empty_cache(name, 4, 8, dim), torch.empty(2, heads, dim, dtype=torch.float16)
+        cache, q = mxkv.empty_cache(name, 4, 8, dim), torch.empty(2, heads, dim, dtype=dtype)
         rows, bounds = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         selected = (None, None, rows, bounds) if selection == "pages" else (rows, None, None, None)
         spec = checks.attend_spec(
@@ -124,7 +125,8 @@ def attend_case(
             return task, attend_core.reduce_kernel, attention.REDUCE_ARGUMENTS
         return task, attend.attend_kernel, attention.ATTEND_ARGUMENTS
 
-    title = f"{'reduce' if reduce else 'attend'} {name} {selection} {heads} heads {dim}{'' if whole else ' split'}"
+    kind = f"{selection} {str(dtype).removeprefix('torch.')}"
+    title = f"{'reduce' if reduce else 'attend'} {name} {kind} {heads} heads {dim}{'' if whole else ' split'}"
     return Case(title, make, capabilities, wide=False, exact=False, registers=registers)
 
 
@@ -168,6 +170,7 @@ CASES = [
     attend_case("mxfp4", "dense", 512, CAPABILITIES, whole=False, reduce=True),
     # Three blocks of 128 threads are to fit a multiprocessor, or two of 256.
     attend_case("bf16", "dense", 512, NEWEST, whole=False, heads=16, guessed=True, registers=168),
+    attend_case("bf16", "dense", 512, NEWEST, heads=16, dtype=BF16, guessed=True, registers=168),
     attend_case("mxfp4", "dense", 512, NEWEST, whole=False, heads=16, guessed=True, registers=168),
     attend_case("dsv4", "dense", 512, NEWEST, heads=16, guessed=True, registers=168),
     attend_case("bf16", "dense", 512, NEWEST, heads=32, guessed=True, registers=128),
