@@ -1,7 +1,7 @@
 """Attention: one kernel for every format, for latent rows and for keys and values, in fp32 throughout.
 
     grid      one block for (query, HEADS of its heads, one split of its rows); then, if there are several splits, one
-              for (query, head), which merges them
+              for (query, head), which merges them (:mod:`.attend_merge`)
     tile      ROWS rows in shared memory [ROWS, dim], as bf16, which holds them (keys and values as fp32); a query's
               heads stay there too [HEADS, dim], as fp32
     logits    a thread sums 8 heads x 4 rows (fewer where there are no more) over a part of the dims; the lanes of a
@@ -17,15 +17,15 @@ the same are neighbours: 16 bytes for each of 32 lanes are four accesses of 128 
 
 from __future__ import annotations
 
-import math
-
 from numba import cuda, types
 
 from mxkv.backends.numba_cuda.attend_sums import (
+    LN2,
+    LOG2E,
     MINUS_INFINITY,
     Attention,
     columns_of,
-    larger,
+    columns_writer,
     logit_summer,
     softmax,
     value_fetcher,
@@ -34,7 +34,6 @@ from mxkv.backends.numba_cuda.attend_tiles import Source
 from mxkv.backends.numba_cuda.primitives import (
     address_of,
     anew,
-    bits_of,
     device,
     div,
     exp2,
@@ -45,7 +44,6 @@ from mxkv.backends.numba_cuda.primitives import (
     i64,
     log2,
     mul,
-    put128,
     put_float,
     shared_fetch,
     shared_put,
@@ -55,19 +53,10 @@ from mxkv.backends.numba_cuda.primitives import (
     sub,
     unrolled,
 )
-from mxkv.backends.numba_cuda.rows import (
-    ELEMENT_BYTES,
-    element_reader,
-    element_writer,
-    encoder,
-    octet_reader,
-    pair_putter,
-)
+from mxkv.backends.numba_cuda.rows import ELEMENT_BYTES, element_reader, octet_reader
 from mxkv.backends.numba_cuda.shared import VECTOR
 from mxkv.backends.numba_cuda.tasks import OCTET
 
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
 _QUERIES_UNDER_WAY = 8  # octets of queries that a thread reads at a time
 
 
@@ -94,8 +83,7 @@ def attention_kernel(task: Attention, source: Source):
     column_threads, my_columns, all_sums = threads * my_heads // heads, turns * width, turns * my_heads * width
     last_column, run, all_values = -(-value_dim // width) - 1, min(my_heads, VECTOR), my_rows * my_columns
     out_dtype = task.dtype if whole else "fp32"
-    out_bytes, write, encode = ELEMENT_BYTES[out_dtype], element_writer(out_dtype), encoder(out_dtype)
-    wide, put_pair = width == VECTOR and value_dim % VECTOR == 0, pair_putter(8)
+    out_bytes, write_columns = ELEMENT_BYTES[out_dtype], columns_writer(width, value_dim, out_dtype)
 
     fetch_values, fetch_factors = value_fetcher(value_bytes, width), value_fetcher(4, run)
     fetch_weights = value_fetcher(4, my_rows)
@@ -203,26 +191,6 @@ def attention_kernel(task: Attention, source: Source):
                     sums[at] = fma(weight[row], x[row * my_columns + turn * width + i], sums[at])
 
     fetch_rows, add_heads = unrolled(fetch_row, my_rows), unrolled(add_head, my_heads)
-
-    @device
-    def write_columns(address, sums, first, scaling, left):
-        """A head's sums from one of a thread's columns on, as far as there are columns."""
-        if wide:
-            a, b = mul(sums[first], scaling), mul(sums[first + 1], scaling)
-            c, d = mul(sums[first + 2], scaling), mul(sums[first + 3], scaling)
-            if not whole:
-                put128(address, bits_of(a), bits_of(b), bits_of(c), bits_of(d))
-            elif address % 8 == 0:
-                put_pair(address, encode(a) | (encode(b) << 16), encode(c) | (encode(d) << 16))
-            else:
-                write(address, a)
-                write(address + out_bytes, b)
-                write(address + 2 * out_bytes, c)
-                write(address + 3 * out_bytes, d)
-        else:
-            for i in range(width):
-                if i < left:
-                    write(address + i * out_bytes, mul(sums[first + i], scaling))
 
     @device
     def write_head(i, sums, base, head_stride, factors, first_head, last_head, my_first, my_column):
@@ -365,47 +333,5 @@ def attention_kernel(task: Attention, source: Source):
         if not whole:
             base += split * value_dim * out_bytes
         write_heads(sums, base, result[2], memory + factors_at, first_head, last_head, my_first, my_column)
-
-    return kernel
-
-
-def reduce_kernel(task: Attention):
-    """The kernel that merges a task's splits, as a Python function: sums [queries, heads, splits, value_dim] and
-    logarithms [queries, heads, splits]."""
-    heads, value_dim, sinked, threads = task.heads, task.value_dim, task.sinked, task.threads
-    out_bytes, write = ELEMENT_BYTES[task.dtype], element_writer(task.dtype)
-
-    def kernel(partial, logs, out, lse, sink, splits):
-        block = i64(cuda.blockIdx.x)
-        query = block // heads
-        head = block - query * heads
-        logs += 4 * block * splits
-        partial += 4 * block * splits * value_dim
-        top = float_of(MINUS_INFINITY)
-        for split in range(splits):
-            top = larger(fetch_float(logs + 4 * split), top)
-        if top == float_of(MINUS_INFINITY):
-            top = float_of(0)
-        total = float_of(0)
-        for split in range(splits):
-            total += exp2(sub(fetch_float(logs + 4 * split), top))
-        divisor = total
-        if sinked and total > 0:
-            divisor += exp2(sub(mul(fetch_float(sink + 4 * head), LOG2E), top))
-        if divisor == 0:
-            divisor = float_of(0x3F800000)
-        at = i32(cuda.threadIdx.x)
-        while at < value_dim:
-            summed = float_of(0)
-            for split in range(splits):
-                weight = exp2(sub(fetch_float(logs + 4 * split), top))
-                summed = fma(fetch_float(partial + 4 * (split * value_dim + at)), weight, summed)
-            write(out[0] + query * out[1] + head * out[2] + at * out_bytes, div(summed, divisor))
-            at = i32(at + threads)
-        if lse != 0 and cuda.threadIdx.x == 0:
-            logarithm = float_of(MINUS_INFINITY)
-            if total > 0 or total != total:
-                logarithm = top + log2(total)
-            put_float(lse + 4 * block, mul(logarithm, LN2))
 
     return kernel

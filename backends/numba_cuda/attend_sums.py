@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 from numba import types
@@ -16,6 +17,7 @@ from mxkv.backends.numba_cuda.primitives import (
     i32,
     i64,
     mul,
+    put128,
     shared_fetch,
     shared_fetch64,
     shared_fetch128,
@@ -28,9 +30,12 @@ from mxkv.backends.numba_cuda.primitives import (
     sub,
     unrolled,
 )
+from mxkv.backends.numba_cuda.rows import ELEMENT_BYTES, element_writer, encoder, pair_putter
 from mxkv.backends.numba_cuda.shared import VECTOR, Shared
 
 MINUS_INFINITY = -0x800000
+LOG2E = math.log2(math.e)
+LN2 = math.log(2.0)
 
 
 class Attention(Protocol):
@@ -340,3 +345,33 @@ def columns_of(value_dim: int, heads: int, threads: int, value_bytes: int) -> Co
             found.append((max(issued / 4, moved), issued, Columns(width, mine, turns)))
             groups *= 2
     return min(found)[2]
+
+
+def columns_writer(width: int, value_dim: int, dtype: str):
+    """A function that writes ``width`` of a thread's sums, times a number, as a dtype, as far as there are columns.
+
+    Fp32 is at addresses that are multiples of four columns' bytes where so many make a head.
+    """
+    wide, put_pair = width == VECTOR and value_dim % VECTOR == 0, pair_putter(8)
+    write, encode, size, narrow = element_writer(dtype), encoder(dtype), ELEMENT_BYTES[dtype], dtype != "fp32"
+
+    @device
+    def write_columns(address, sums, first, factor, left):
+        if wide:
+            a, b = mul(sums[first], factor), mul(sums[first + 1], factor)
+            c, d = mul(sums[first + 2], factor), mul(sums[first + 3], factor)
+            if not narrow:
+                put128(address, bits_of(a), bits_of(b), bits_of(c), bits_of(d))
+            elif address % 8 == 0:
+                put_pair(address, encode(a) | (encode(b) << 16), encode(c) | (encode(d) << 16))
+            else:
+                write(address, a)
+                write(address + size, b)
+                write(address + 2 * size, c)
+                write(address + 3 * size, d)
+        else:
+            for i in range(width):
+                if i < left:
+                    write(address + i * size, mul(sums[first + i], factor))
+
+    return write_columns

@@ -11,7 +11,7 @@ import torch
 from mxkv import devices, splitting
 from mxkv.backends.numba_cuda import compiler
 from mxkv.backends.numba_cuda.attend import AttendTask, attend_kernel
-from mxkv.backends.numba_cuda.attend_core import reduce_kernel
+from mxkv.backends.numba_cuda.attend_merge import reduce_kernel
 from mxkv.backends.numba_cuda.config import AttendConfig, attend_configurations, guess, splits_of
 from mxkv.backends.numba_cuda.launch import Launch, address, kernel_of
 from mxkv.backends.numba_cuda.tasks import DTYPES, WIDEST, record_of

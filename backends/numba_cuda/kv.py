@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mxkv import devices, lloyd_max, numerics, settings, splitting
-from mxkv.backends.numba_cuda.attend_core import reduce_kernel
+from mxkv.backends.numba_cuda.attend_merge import reduce_kernel
 from mxkv.backends.numba_cuda.config import MOST_SHARED, SIMULATED_THREADS, AttendConfig
 from mxkv.backends.numba_cuda.kv_attend import AttendKVTask, attend_kv_kernel, shared_of
 from mxkv.backends.numba_cuda.kv_rows import KVRecord, KVTask, load_kv_kernel, store_kv_kernel

@@ -108,7 +108,7 @@ def attend_case(
     one that fits compute capability 5.0."""
 
     def make() -> tuple[Any, Callable[[Any], Any], str]:
-        from mxkv.backends.numba_cuda import attend, attend_core, attention, config
+        from mxkv.backends.numba_cuda import attend, attend_merge, attention, config
 
         cache, q = mxkv.empty_cache(name, 4, 8, dim), torch.empty(2, heads, dim, dtype=dtype)
         rows, bounds = torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
@@ -122,7 +122,7 @@ def attend_case(
             launch = next(launch for launch in found if launch.block_heads == heads)
         task = attention.attend_task(spec, 0, 4, 4 * (selection == "pages"), whole, launch)
         if reduce:
-            return task, attend_core.reduce_kernel, attention.REDUCE_ARGUMENTS
+            return task, attend_merge.reduce_kernel, attention.REDUCE_ARGUMENTS
         return task, attend.attend_kernel, attention.ATTEND_ARGUMENTS
 
     kind = f"{selection} {str(dtype).removeprefix('torch.')}"
