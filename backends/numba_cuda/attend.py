@@ -90,9 +90,7 @@ def latent_source(task: AttendTask) -> Source:
         return begin, max(end - begin, 0), query
 
     @device
-    def entry_of(rows, row, at, count, begin):
-        if at >= count:
-            return i64(-1)
+    def entry_of(rows, row, at, begin):
         if pages:
             return fetch_index(rows[0] + row * rows[1] + at // block_size * rows[2], index_bytes)
         return fetch_index(rows[0] + row * rows[1] + (begin + at) * rows[2], index_bytes)

@@ -104,6 +104,13 @@ def attention_kernel(task: Attention, source: Source):
         return query, item - query * splits, cache_head, first_head, cache_head * group + group
 
     @device
+    def entry_at(rows_of, table_row, tile, row, last, left, begin):
+        """What the selection says of a tile's row; -1 behind a split's end, whose last tile has so many rows left."""
+        if tile < last - 1 or (tile == last - 1 and row < left):
+            return entry_of(rows_of, table_row, i64(tile) * rows + row, begin)
+        return i64(-1)
+
+    @device
     def put_place(target, entry, at, begin, cache, cache_head, num_slots, block_stride):
         """Where a row stands, to shared memory; 1 if there is one, else 0."""
         place, other = place_of(entry, at, begin, cache, cache_head, num_slots, block_stride)
@@ -229,7 +236,7 @@ def attention_kernel(task: Attention, source: Source):
         tiles = (count + rows - 1) // rows
         share = (tiles + splits - 1) // splits
         tile, last = i32(split * share), i32(min(split * share + share, tiles))
-        count = min(count, i64(last) * rows)
+        left = i32(min(count - (i64(last) - 1) * rows, rows))
         factor = float_of(0x3F800000)
         if scaled:  # the same for every value: it stays out of the products
             factor = fetch_float(cache_scale)
@@ -256,10 +263,10 @@ def attention_kernel(task: Attention, source: Source):
             row = thread + i * threads
             if row < rows:
                 at = i64(tile) * rows + row
-                entry = entry_of(rows_of, table_row, at, count, begin)
+                entry = entry_at(rows_of, table_row, tile, row, last, left, begin)
                 first_there &= put_place(here + 16 * row, entry, at, begin, cache, cache_head, num_slots, block_stride)
                 at += rows
-                entry = entry_of(rows_of, table_row, at, count, begin)
+                entry = entry_at(rows_of, table_row, i32(tile + 1), row, last, left, begin)
                 there &= put_place(coming + 16 * row, entry, at, begin, cache, cache_head, num_slots, block_stride)
         whole_tile = cuda.syncthreads_and(first_there) != 0
         if ahead:
@@ -272,7 +279,7 @@ def attention_kernel(task: Attention, source: Source):
                 row = thread + i * threads
                 entries[i] = i64(-1)
                 if row < rows:
-                    entries[i] = entry_of(rows_of, table_row, (i64(tile) + 2) * rows + row, count, begin)
+                    entries[i] = entry_at(rows_of, table_row, i32(tile + 2), row, last, left, begin)
             cuda.syncthreads()  # 2
             sum_logits(memory, memory + keys_at, memory + partial_at, again(thread))
             if ahead:

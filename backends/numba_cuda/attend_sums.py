@@ -283,7 +283,7 @@ def softmax(task: Attention):
                 for part in range(partials):
                     some = fetch_run(memory + partial_at + 4 * ((part * heads + head) * rows + first + i))
                     for j in range(run):
-                        logits[i + j] = logits[i + j] + some[j]
+                        logits[i + j] = logits[i + j] + some[j] if part > 0 else some[j]
         for i in range(each):
             logits[i] = mul(logits[i], scale)
             if not whole:

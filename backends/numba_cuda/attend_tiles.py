@@ -10,7 +10,7 @@ from mxkv.backends.numba_cuda.primitives import cuda, device, i32, i64, shared_f
 
 _UNDER_WAY = 4  # steps that a thread reads at a time
 _MOST_AHEAD = 8  # steps that it reads before it adds a tile up
-_MORE_AHEAD = 4  # and behind that, while it waits for the others
+_MORE_AHEAD = 8  # and behind that, while it waits for the others
 
 
 class Source(NamedTuple):
@@ -19,7 +19,7 @@ class Source(NamedTuple):
     Attributes:
         bounds_of: From the selection, a query and a length to where the query's rows begin, how many they are, and the
             row of a table that names them.
-        entry_of: From a row to what the table says of it; negative where there is no such row.
+        entry_of: From a row that there is to what the table says of it; negative for one to skip.
         place_of: From that to two addresses, the first one 0 where there is no such row.
         words: int32 of a thread's that fetch_tile and fetch_more fill.
         ahead: Whether a thread reads its bytes of a tile before its turn comes.

@@ -137,7 +137,8 @@ def _arithmetic(name, count):
 
 add, mul, div = (_arithmetic(name, 2) for name in ("add.rn.f", "mul.rn.f", "div.rn.f"))
 fma, sqrt = _arithmetic("fma.rn.f", 3), _arithmetic("sqrt.rn.f", 1)
-exp2, log2 = _arithmetic("ex2.approx.f", 1), _arithmetic("lg2.approx.f", 1)
+# Below 2^-126 exp2 is 0: a weight that small beside the largest one's 1.
+exp2, log2 = _arithmetic("ex2.approx.ftz.f", 1), _arithmetic("lg2.approx.f", 1)
 
 
 @intrinsic

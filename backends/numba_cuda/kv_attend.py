@@ -152,9 +152,7 @@ def kv_source(task: AttendKVTask) -> Source:
         return begin, max(min(known, last + 1) - begin, 0), sequence
 
     @device
-    def entry_of(rows_of, sequence, at, count, begin):
-        if at >= count:
-            return i64(-1)
+    def entry_of(rows_of, sequence, at, begin):
         return fetch_index(rows_of[0] + sequence * rows_of[1] + (begin + at) // block_size * rows_of[2], table_bytes)
 
     @device

@@ -46,12 +46,12 @@ def attends(name: str) -> Iterator[tuple[str, float]]:
         want, out = mxkv.attend(q, cache, indices=indices, **given, backend="torch"), torch.empty_like(q)
         spec = checks.attend_spec(q, cache, out, indices, None, None, None, name, scale, None, None, None, None)
         first, *others = attention.tunable(spec).space
-        for config in (first, *others):
-            kind = config.threads, config.block_heads, config.block_rows, config.ahead
+        for config in (first, *others):  # compiling takes seconds: of launches that are much alike, one
+            kind = config.threads, config.block_rows, config.ahead, config.tile_heads
             if config is not first and kind in seen:
-                continue  # compiling takes seconds, and other splits take the same code
+                continue
             seen.add(kind)
-            for splits in (1, 3):
+            for splits in (1, 3) if config is first else (3,):
                 out.fill_(torch.nan)
                 attention.prepare(spec)(
                     q, cache, out, indices, None, scale, None, None, None, dim**-0.5, splits, config=config
