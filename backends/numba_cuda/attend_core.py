@@ -46,6 +46,7 @@ from mxkv.backends.numba_cuda.primitives import (
     mul,
     put_float,
     shared_fetch,
+    shared_fetch64,
     shared_put,
     shared_put16,
     shared_put64,
@@ -72,7 +73,8 @@ def attention_kernel(task: Attention, source: Source):
     head_blocks, group_blocks, last_thread = task.head_blocks, -(-group // heads), threads - 1
     padded, octets = shared.padded, dim // OCTET
     keys_at, values_at, partial_at = shared.keys, shared.values, shared.partial
-    factors_at, places_at, lanes = shared.factors, shared.places, rows // shared.each
+    factors_at, places_at, bounds_at = shared.factors, shared.places, shared.bounds
+    lanes = rows // shared.each
     lookups, step_rows, my_rows, row_step = -(-rows // threads), 16 * rows, shared.tile_rows, rows // shared.tile_rows
     scaled, sinked, whole, q_bytes = task.scaled, task.sinked, task.whole, ELEMENT_BYTES[task.dtype]
     read_query = element_reader(task.dtype)
@@ -104,11 +106,9 @@ def attention_kernel(task: Attention, source: Source):
         return query, item - query * splits, cache_head, first_head, cache_head * group + group
 
     @device
-    def entry_at(rows_of, table_row, tile, row, last, left, begin):
-        """What the selection says of a tile's row; -1 behind a split's end, whose last tile has so many rows left."""
-        if tile < last - 1 or (tile == last - 1 and row < left):
-            return entry_of(rows_of, table_row, i64(tile) * rows + row, begin)
-        return i64(-1)
+    def entry_at(rows_of, table_row, at, count, begin):
+        """What the selection says of a row; -1 behind the last one."""
+        return entry_of(rows_of, table_row, at, begin) if at < count else i64(-1)
 
     @device
     def put_place(target, entry, at, begin, cache, cache_head, num_slots, block_stride):
@@ -236,7 +236,11 @@ def attention_kernel(task: Attention, source: Source):
         tiles = (count + rows - 1) // rows
         share = (tiles + splits - 1) // splits
         tile, last = i32(split * share), i32(min(split * share + share, tiles))
-        left = i32(min(count - (i64(last) - 1) * rows, rows))
+        count = min(count, i64(last) * rows)
+        if thread == 0:  # the loop takes them from there, so that they are in no registers
+            shared_put64(memory + bounds_at, count)
+            shared_put64(memory + bounds_at + 8, begin)
+            shared_put64(memory + bounds_at + 16, table_row)
         factor = float_of(0x3F800000)
         if scaled:  # the same for every value: it stays out of the products
             factor = fetch_float(cache_scale)
@@ -263,10 +267,10 @@ def attention_kernel(task: Attention, source: Source):
             row = thread + i * threads
             if row < rows:
                 at = i64(tile) * rows + row
-                entry = entry_at(rows_of, table_row, tile, row, last, left, begin)
+                entry = entry_at(rows_of, table_row, at, count, begin)
                 first_there &= put_place(here + 16 * row, entry, at, begin, cache, cache_head, num_slots, block_stride)
                 at += rows
-                entry = entry_at(rows_of, table_row, i32(tile + 1), row, last, left, begin)
+                entry = entry_at(rows_of, table_row, at, count, begin)
                 there &= put_place(coming + 16 * row, entry, at, begin, cache, cache_head, num_slots, block_stride)
         whole_tile = cuda.syncthreads_and(first_there) != 0
         if ahead:
@@ -279,7 +283,11 @@ def attention_kernel(task: Attention, source: Source):
                 row = thread + i * threads
                 entries[i] = i64(-1)
                 if row < rows:
-                    entries[i] = entry_at(rows_of, table_row, i32(tile + 2), row, last, left, begin)
+                    at = (i64(tile) + 2) * rows + row
+                    entries[i] = entry_at(
+                        rows_of, shared_fetch64(memory + bounds_at + 16), at, shared_fetch64(memory + bounds_at),
+                        shared_fetch64(memory + bounds_at + 8),
+                    )  # fmt: skip
             cuda.syncthreads()  # 2
             sum_logits(memory, memory + keys_at, memory + partial_at, again(thread))
             if ahead:
@@ -309,8 +317,9 @@ def attention_kernel(task: Attention, source: Source):
                 row = thread + i * threads
                 if row < rows:
                     at = (i64(tile) + 2) * rows + row
+                    first = shared_fetch64(memory + bounds_at + 8)
                     there &= put_place(
-                        after + 16 * row, i64(entries[i]), at, begin, cache, cache_head, num_slots, block_stride
+                        after + 16 * row, i64(entries[i]), at, first, cache, cache_head, num_slots, block_stride
                     )
             here, coming, after = coming, after, here
             whole_tile = whole_next

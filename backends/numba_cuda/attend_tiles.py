@@ -10,7 +10,7 @@ from mxkv.backends.numba_cuda.primitives import cuda, device, i32, i64, shared_f
 
 _UNDER_WAY = 4  # steps that a thread reads at a time
 _MOST_AHEAD = 8  # steps that it reads before it adds a tile up
-_MORE_AHEAD = 8  # and behind that, while it waits for the others
+_MOST_WORDS_AHEAD = 72  # int32, those that it reads behind that among them, while it waits for the others
 
 
 class Source(NamedTuple):
@@ -73,7 +73,7 @@ def tile_loader(steps: Steps, rows: int, threads: int, ahead: bool) -> tuple[int
     items = rows * lines
     turns = -(-items // threads)
     early = min(turns, _MOST_AHEAD) if ahead else 0  # the first steps of a tile
-    late = min(turns - early, _MORE_AHEAD) if ahead else 0  # the next ones
+    late = min(turns, _MOST_WORDS_AHEAD // count) - early if ahead else 0  # the next ones
     held = early + late
     rest = turns - held
     batch = min(rest, _UNDER_WAY)

@@ -109,8 +109,6 @@ def attend_configurations(spec: AttendSpec, target: Target) -> tuple[AttendConfi
         (128, 4, 4, 4, False, 4),
         (128, 2, 2, 4, False, 4),
     ]
-    if spec.heads >= 32:
-        kinds.insert(3, (256, 32, 16, 4, False, 2))
     found = [
         AttendConfig(threads, block_heads, block_rows, blocks, tile_heads, ahead, resident)
         for threads, block_heads, block_rows, tile_heads, ahead, resident in kinds

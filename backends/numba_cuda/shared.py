@@ -119,8 +119,14 @@ class Shared:
         return -(-(self.factors + 4 * self.block_heads) // 16) * 16
 
     @property
-    def tables(self) -> int:
+    def bounds(self) -> int:
+        """How many rows the split's end is behind the query's first, where that one stands, and the row of the table
+        that names them: int64, which are seldom read."""
         return self.places + 3 * 16 * self.block_rows
+
+    @property
+    def tables(self) -> int:
+        return self.bounds + 32
 
     @property
     def bytes(self) -> int:

@@ -168,12 +168,12 @@ CASES = [
     attend_case("mxfp4", "dense", 512, CAPABILITIES),
     attend_case("dsv4", "pages", 512, NEWEST, whole=False),
     attend_case("mxfp4", "dense", 512, CAPABILITIES, whole=False, reduce=True),
-    # Three blocks of 128 threads are to fit a multiprocessor, or two of 256.
+    # Three blocks of 128 threads are to fit a multiprocessor.
     attend_case("bf16", "dense", 512, NEWEST, whole=False, heads=16, guessed=True, registers=168),
     attend_case("bf16", "dense", 512, NEWEST, heads=16, dtype=BF16, guessed=True, registers=168),
     attend_case("mxfp4", "dense", 512, NEWEST, whole=False, heads=16, guessed=True, registers=168),
     attend_case("dsv4", "dense", 512, NEWEST, heads=16, guessed=True, registers=168),
-    attend_case("bf16", "dense", 512, NEWEST, heads=32, guessed=True, registers=128),
+    attend_case("nvfp4", "dense", 512, NEWEST, heads=16, dtype=BF16, guessed=True, registers=168),
 ]
 
 
