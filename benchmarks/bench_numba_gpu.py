@@ -239,6 +239,7 @@ def main() -> int:
     parser.add_argument("--match", default="", help="only calls whose name has this in it")
     parser.add_argument("--workers", type=int, default=14, help="processes that check and compile")
     arguments = parser.parse_args()
+    before = {kernel["checksum"] for kernel in compiler.kept()}
     if arguments.check or arguments.only_check:
         begun = time.perf_counter()
         wrong = check(arguments.workers)
@@ -260,7 +261,7 @@ def main() -> int:
     def add(what: str, measured: dict[str, Any]) -> None:
         """Keep what is known: a run that is stopped loses nothing."""
         found[what].append(measured)
-        found["kernels"] = compiler.kept()
+        found["kernels"] = [kernel for kernel in compiler.kept() if kernel["checksum"] not in before]
         (arguments.out / "numba.json").write_text(json.dumps(found, indent=1) + "\n")
 
     for shape in ROWS:
