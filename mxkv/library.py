@@ -232,12 +232,15 @@ def attend_workspace_bytes(
     block_table: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
     format: str | None,
+    cache_scale: torch.Tensor | None,
+    sink: torch.Tensor | None,
     num_splits: int | None,
+    lse: torch.Tensor | None,
     backend: str | None,
 ) -> int:
     """The bytes of workspace that an attention needs; see :func:`mxkv.attend_workspace_bytes`."""
     plan = _attend_plan(
-        q, cache, out, indices, indptr, block_table, seq_lens, format, None, None, num_splits, None, None, backend
+        q, cache, out, indices, indptr, block_table, seq_lens, format, cache_scale, sink, num_splits, lse, None, backend
     )
     needed = getattr(plan, "workspace_bytes", None)  # a backend that computes in one pass has none
     rows = indices if block_table is None else block_table

@@ -247,8 +247,7 @@ def attend(
             has been written.
     """
     try:
-        if value_dim is not None and not 1 <= value_dim <= q.shape[-1]:
-            raise ValueError(f"expected 1 <= value_dim <= latent_dim {q.shape[-1]}, got {value_dim}")
+        _check_value_dim(value_dim, q)
         if out is None:
             out = torch.empty((*q.shape[:-1], value_dim or q.shape[-1]), dtype=q.dtype, device=q.device)
         elif value_dim is not None and (out.dim() != 3 or out.shape[2] != value_dim):
@@ -280,21 +279,39 @@ def attend_workspace_bytes(
     block_table: torch.Tensor | None = None,
     seq_lens: torch.Tensor | None = None,
     format: str | Format | None = None,
+    cache_scale: torch.Tensor | float | None = None,
+    sink: torch.Tensor | None = None,
     value_dim: int | None = None,
     num_splits: int | None = None,
+    return_lse: bool = False,
     backend: str | None = None,
 ) -> int:
-    """How many bytes of workspace a call of :func:`attend` with these arguments takes; it depends on shapes alone.
+    """How many bytes of workspace a call of :func:`attend` with these arguments takes.
 
-    0 where one pass is enough: such a call takes no memory but its result.
+    It depends on shapes and on which arguments there are, not on their values: a call with a ``cache_scale``, a
+    ``sink`` or ``return_lse`` may be launched in another configuration than one without. 0 where one pass is enough:
+    such a call takes no memory but its result.
 
     Raises:
         TypeError, ValueError: As in :func:`attend`.
     """
-    shape = (*q.shape[:-1], value_dim or q.shape[-1])
+    check_types(
+        q=(q, torch.Tensor), cache=(cache, torch.Tensor), indices=(indices, _TENSOR), indptr=(indptr, _TENSOR),
+        block_table=(block_table, _TENSOR), seq_lens=(seq_lens, _TENSOR), sink=(sink, _TENSOR),
+        value_dim=(value_dim, _INTEGER), num_splits=(num_splits, _INTEGER), backend=(backend, _STRING),
+    )  # fmt: skip
+    _check_value_dim(value_dim, q)
+    out = q.new_empty((*q.shape[:-1], value_dim or q.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if return_lse else None
     return library.attend_workspace_bytes(
-        q, cache, q.new_empty(shape), indices, indptr, block_table, seq_lens, _spec_of(format), num_splits, backend
-    )
+        q, cache, out, indices, indptr, block_table, seq_lens, _spec_of(format), _scale_tensor(cache_scale, cache),
+        sink, num_splits, lse, backend,
+    )  # fmt: skip
+
+
+def _check_value_dim(value_dim: int | None, q: torch.Tensor) -> None:
+    if value_dim is not None and not 1 <= value_dim <= q.shape[-1]:
+        raise ValueError(f"expected 1 <= value_dim <= latent_dim {q.shape[-1]}, got {value_dim}")
 
 
 def merge_partials(
@@ -319,9 +336,10 @@ def merge_partials(
         With ``return_lse`` also ``[queries, heads]`` fp32.
 
     Raises:
-        TypeError: Parts of different dtypes, or of none that is floating-point.
+        TypeError: Parts of different dtypes, or of none that is floating-point; a sink that is no tensor.
         ValueError: Shapes that do not fit, or no part.
     """
+    check_types(sink=(sink, _TENSOR))
     outs = outs if isinstance(outs, torch.Tensor) else _stacked("outs", outs)
     lses = lses if isinstance(lses, torch.Tensor) else _stacked("lses", lses)
     if outs.dim() != 4 or not outs.shape[0] or lses.shape != outs.shape[:3]:

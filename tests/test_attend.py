@@ -565,6 +565,32 @@ def test_a_split_count_comes_from_shapes(ops: Ops) -> None:
     assert mxkv.attend_workspace_bytes(p.q, p.cache, **select(ops, p.selected), num_splits=1, **shared) == 0
 
 
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("cache_scale", [None, 0.5])
+def test_a_workspace_is_that_of_the_same_call(
+    ops: Ops, cache_scale: float | None, with_sink: bool, lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is given besides may mean another configuration: the one that is asked about is the one that is launched."""
+    from mxkv import library
+
+    p, plans, plan_of = problem(ops, mxkv.FORMATS["fp8"], 64), [], library._attend_plan
+
+    def recorded(*arguments: Any) -> Any:
+        plans.append(plan_of(*arguments))
+        return plans[-1]
+
+    monkeypatch.setattr(library, "_attend_plan", recorded)
+    given = p.arguments(ops) | {
+        "cache_scale": cache_scale, "sink": torch.zeros(p.q.shape[1], device=ops.device) if with_sink else None,
+        "return_lse": lse, "backend": ops.backend, "value_dim": 32,
+    }  # fmt: skip
+    needed = mxkv.attend_workspace_bytes(p.q, p.cache, **given)
+    mxkv.attend(p.q, p.cache, **given, workspace=torch.empty(needed, dtype=torch.uint8, device=ops.device))
+    asked, launched = plans
+    assert asked is launched
+
+
 def test_one_split_launches_no_merging_and_takes_no_memory(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     if ops.backend == "torch":
         pytest.skip("the torch backend has no splits")
@@ -584,9 +610,8 @@ def test_workspace(ops: Ops, dtype: torch.dtype) -> None:
     p = problem(ops, mxkv.FORMATS["mxfp4"], 64, counts=(50, 0, 1, 33))
     want, want_lse = p.run(ops, num_splits=3, return_lse=True)
     needed = mxkv.attend_workspace_bytes(
-        p.q, p.cache, **{k: v for k, v in p.arguments(ops).items() if k != "cache_scale"}, num_splits=3,
-        backend=ops.backend,
-    )  # fmt: skip
+        p.q, p.cache, **p.arguments(ops), num_splits=3, return_lse=True, backend=ops.backend
+    )
     assert needed == (0 if ops.backend == "torch" else 4 * 3 * 3 * 4 * 65)
     memory = torch.full((needed + 64,), 0xFF, dtype=torch.uint8, device=ops.device)  # every float is NaN
     memory = memory[: memory.numel() // 8 * 8]

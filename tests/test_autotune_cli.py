@@ -576,6 +576,18 @@ def test_verify_lists_stale_entries_and_shipped_ones(tuned: Path, tmp_path: Path
     assert invoke("configs", "verify").exit_code == 1
 
 
+def test_verify_reads_the_file_that_comes_before_all_others(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tmp_path / "chosen.json"
+    monkeypatch.setenv("MXKV_TUNED", str(chosen))
+    missing = invoke("configs", "verify")
+    assert missing.exit_code == 1
+    assert f"BAD: {chosen}" in missing.stdout.replace("\n", "")
+    write_bundle(chosen, list(EntryStore(tuned).entries()))
+    assert "4 entries: 0 bad, 0 stale" in invoke("configs", "verify").stdout
+
+
 def test_verify_run_compares_bytes(tuned: Path) -> None:
     found = as_json(invoke("configs", "verify", "--run", "--json"))
     assert (found["ok"], found["ran"]) == (True, 2)

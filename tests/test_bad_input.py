@@ -328,3 +328,43 @@ def test_empty_kv_cache(arguments: tuple[Any, ...], error: type[Exception], matc
 )
 def test_explain(operation: str, arguments: dict[str, Any], error: type[Exception], match: str) -> None:
     raises(error, match, lambda: mxkv.explain(operation, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "match"),
+    [
+        ({"num_splits": 2.5}, TypeError, r"num_splits must be int or None, got 2\.5"),
+        ({"num_splits": 0}, ValueError, r"1 <= num_splits"),
+        ({"q": [1.0]}, TypeError, r"q must be Tensor, got list"),
+        ({"sink": [0.0]}, TypeError, r"sink must be Tensor or None, got list"),
+        ({"value_dim": 65}, ValueError, r"latent_dim 64, got 65"),
+    ],
+)
+def test_attend_workspace_bytes(changed: dict[str, Any], error: type[Exception], match: str) -> None:
+    given = {
+        "q": torch.zeros(2, 3, 64, dtype=torch.bfloat16), "cache": mxkv.empty_cache("bf16", 2, 8, 64),
+        "indices": torch.zeros(2, 4, dtype=torch.int32),
+    }  # fmt: skip
+    raises(error, match, lambda: mxkv.attend_workspace_bytes(**given | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"num_splits": 2.5}, r"num_splits must be int or None, got 2\.5"),
+        ({"seq_lens": [1]}, r"seq_lens must be Tensor"),
+    ],
+)
+def test_attend_kv_workspace_bytes(changed: dict[str, Any], match: str) -> None:
+    given = {
+        "q": torch.zeros(1, 1, 64, dtype=torch.bfloat16),
+        "kv_cache": mxkv.empty_kv_cache("turboquant-4bit-nc", 4, 16, 1, 64),
+        "block_table": torch.zeros(1, 2, dtype=torch.int32), "seq_lens": torch.ones(1, dtype=torch.int32),
+        "format": "turboquant-4bit-nc",
+    }  # fmt: skip
+    raises(TypeError, match, lambda: mxkv.attend_kv_workspace_bytes(**given | changed))
+
+
+def test_merge_partials_with_a_sink_that_is_no_tensor() -> None:
+    parts = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
+    raises(TypeError, r"sink must be Tensor or None, got list", lambda: mxkv.merge_partials(*parts, [0.0, 0.0, 0.0]))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mxkv import devices
+from mxkv import devices, settings
 from mxkv.autotune_cache import lookup, shapes, tuner
 from mxkv.autotune_cache.entries import Entry, EntryError, EntryStore, StoreError, read_bundle, spec_of, write_bundle
 from mxkv.autotune_cache.keys import Key, key_of, soft_of, space_of, spec_classes
@@ -366,7 +366,7 @@ def verify(
     run: Annotated[bool, typer.Option("--run", help="Also run each choice, and compare its bytes.")] = False,
     json: output.JsonOption = False,
 ) -> None:
-    """Check every entry, the user's and the shipped ones. Exits with 1 where one is bad; a stale one is only listed."""
+    """Check every entry: yours, MXKV_TUNED's, the shipped ones. Exits with 1 if one is bad; stale ones are listed."""
     store = _store()
     checked: list[Checked] = []
     to_run: list[tuple[Checked, Entry]] = []
@@ -380,7 +380,8 @@ def verify(
             continue
         _verify_entry(found, entry)
         to_run.append((found, entry))
-    for path in sorted(lookup.SHIPPED.glob("*.json")):
+    tuned = settings.current().tuned
+    for path in [*([Path(tuned)] if tuned else []), *sorted(lookup.SHIPPED.glob("*.json"))]:
         try:
             bundle = read_bundle(path)
         except (EntryError, OSError) as error:

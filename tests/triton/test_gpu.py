@@ -334,9 +334,7 @@ def test_an_attention_first_met_inside_a_capture() -> None:
 def test_attention_waits_for_nothing_and_allocates_nothing(splits: int) -> None:
     """Into ``out``, with a workspace where there are splits."""
     arguments = attention("mxfp4")
-    needed = mxkv.attend_workspace_bytes(
-        **{k: v for k, v in arguments.items() if k != "cache_scale"}, num_splits=splits, backend="triton"
-    )
+    needed = mxkv.attend_workspace_bytes(**arguments, num_splits=splits, backend="triton")
     assert bool(needed) == (splits > 1)
     workspace = torch.empty(needed, dtype=torch.uint8, device="cuda") if needed else None
     out = torch.empty_like(arguments["q"])
