@@ -345,7 +345,8 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def check_types(**arguments: tuple[Any, Any]) -> None:
-    """After a call has failed: TypeError where an argument (given with its type) was of one that is not taken."""
+    """TypeError where an argument (given with its type) is of one that is not taken: asked after a call on a hot path
+    has failed."""
     for name, (value, expected) in arguments.items():
         if not isinstance(value, expected) or isinstance(value, bool):
             kinds = expected if isinstance(expected, tuple) else (expected,)

@@ -236,9 +236,9 @@ def attend_kv_workspace_bytes(
     """
     check_types(
         q=(q, torch.Tensor), kv_cache=(kv_cache, torch.Tensor), block_table=(block_table, torch.Tensor),
-        seq_lens=(seq_lens, torch.Tensor), query_start=(query_start, _TENSOR), num_splits=(num_splits, _INTEGER),
-        backend=(backend, _STRING),
+        seq_lens=(seq_lens, torch.Tensor), query_start=(query_start, _TENSOR), backend=(backend, _STRING),
     )  # fmt: skip
+    num_splits = None if num_splits is None else whole("num_splits", num_splits)
     return kv_library.attend_kv_workspace_bytes(
         q, kv_cache, block_table, seq_lens, _spec_of(format), query_start, num_splits, backend
     )

@@ -298,8 +298,10 @@ def attend_workspace_bytes(
     check_types(
         q=(q, torch.Tensor), cache=(cache, torch.Tensor), indices=(indices, _TENSOR), indptr=(indptr, _TENSOR),
         block_table=(block_table, _TENSOR), seq_lens=(seq_lens, _TENSOR), sink=(sink, _TENSOR),
-        value_dim=(value_dim, _INTEGER), num_splits=(num_splits, _INTEGER), backend=(backend, _STRING),
+        backend=(backend, _STRING),
     )  # fmt: skip
+    value_dim = None if value_dim is None else whole("value_dim", value_dim)
+    num_splits = None if num_splits is None else whole("num_splits", num_splits)
     _check_value_dim(value_dim, q)
     out = q.new_empty((*q.shape[:-1], value_dim or q.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if return_lse else None

@@ -333,7 +333,7 @@ def test_explain(operation: str, arguments: dict[str, Any], error: type[Exceptio
 @pytest.mark.parametrize(
     ("changed", "error", "match"),
     [
-        ({"num_splits": 2.5}, TypeError, r"num_splits must be int or None, got 2\.5"),
+        ({"num_splits": 2.5}, TypeError, r"num_splits must be int, got 2\.5"),
         ({"num_splits": 0}, ValueError, r"1 <= num_splits"),
         ({"q": [1.0]}, TypeError, r"q must be Tensor, got list"),
         ({"sink": [0.0]}, TypeError, r"sink must be Tensor or None, got list"),
@@ -351,7 +351,7 @@ def test_attend_workspace_bytes(changed: dict[str, Any], error: type[Exception],
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"num_splits": 2.5}, r"num_splits must be int or None, got 2\.5"),
+        ({"num_splits": 2.5}, r"num_splits must be int, got 2\.5"),
         ({"seq_lens": [1]}, r"seq_lens must be Tensor"),
     ],
 )
