@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -368,3 +369,10 @@ def test_attend_kv_workspace_bytes(changed: dict[str, Any], match: str) -> None:
 def test_merge_partials_with_a_sink_that_is_no_tensor() -> None:
     parts = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
     raises(TypeError, r"sink must be Tensor or None, got list", lambda: mxkv.merge_partials(*parts, [0.0, 0.0, 0.0]))
+
+
+def test_whole_numbers_of_numpy_are_sizes() -> None:
+    q, cache = torch.zeros(2, 3, 64, dtype=torch.bfloat16), mxkv.empty_cache("bf16", 2, 8, 64)
+    given = {"indices": torch.zeros(2, 4, dtype=torch.int32), "num_splits": np.int64(2), "value_dim": np.int64(32)}
+    assert mxkv.attend_workspace_bytes(q, cache, **given, backend="torch") == 0
+    assert mxkv.attend(q, cache, **given).shape == (2, 3, 32)
