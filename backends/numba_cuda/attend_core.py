@@ -21,11 +21,12 @@ from numba import cuda, types
 
 from mxkv.backends.numba_cuda.attend_sums import (
     LN2,
-    LOG2E,
     MINUS_INFINITY,
     Attention,
     columns_of,
     columns_writer,
+    divider,
+    logarithm_of,
     logit_summer,
     softmax,
     value_fetcher,
@@ -36,13 +37,11 @@ from mxkv.backends.numba_cuda.primitives import (
     anew,
     device,
     div,
-    exp2,
     fetch_float,
     float_of,
     fma,
     i32,
     i64,
-    log2,
     mul,
     put_float,
     shared_fetch,
@@ -51,7 +50,6 @@ from mxkv.backends.numba_cuda.primitives import (
     shared_put16,
     shared_put64,
     shared_put128,
-    sub,
     unrolled,
 )
 from mxkv.backends.numba_cuda.rows import ELEMENT_BYTES, element_reader, octet_reader
@@ -80,7 +78,7 @@ def attention_kernel(task: Attention, source: Source):
     read_query = element_reader(task.dtype)
     read_aligned, read_octet = octet_reader(task.dtype, True), octet_reader(task.dtype, False)
     bounds_of, entry_of, place_of, words_of, ahead, fetch_tile, fetch_more, load_tile, prepare = source
-    sum_logits, weigh = logit_summer(task), softmax(task)
+    sum_logits, weigh, divisor_of = logit_summer(task), softmax(task), divider(sinked)
     width, my_heads, turns = columns_of(value_dim, heads, threads, value_bytes)
     column_threads, my_columns, all_sums = threads * my_heads // heads, turns * width, turns * my_heads * width
     last_column, run, all_values = -(-value_dim // width) - 1, min(my_heads, VECTOR), my_rows * my_columns
@@ -156,12 +154,6 @@ def attention_kernel(task: Attention, source: Source):
             item = i32(item + threads)
 
     load_queries = load_octets if dim % OCTET == 0 else load_elements
-
-    @device
-    def divisor_of(top, total, sink, head):
-        if sinked and total > 0:
-            total += exp2(sub(mul(fetch_float(sink + 4 * head), LOG2E), top))
-        return total if total != 0 else float_of(0x3F800000)
 
     @device
     def columns_at(thread):
@@ -330,9 +322,7 @@ def attention_kernel(task: Attention, source: Source):
         if thread % lanes == 0 and thread < heads * lanes:
             block_head = thread // lanes
             head = first_head + block_head
-            logarithm = float_of(MINUS_INFINITY)
-            if total > 0 or total != total:
-                logarithm = top + log2(total)
+            logarithm = logarithm_of(top, total)
             if head < last_head:
                 if whole:
                     shared_put(memory + factors_at + 4 * block_head, div(factor, divisor_of(top, total, sink, head)))

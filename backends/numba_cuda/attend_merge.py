@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from numba import cuda, types
 
-from mxkv.backends.numba_cuda.attend_sums import LN2, LOG2E, MINUS_INFINITY, Attention, columns_writer, larger
+from mxkv.backends.numba_cuda.attend_sums import (
+    LN2,
+    MINUS_INFINITY,
+    Attention,
+    columns_writer,
+    divider,
+    larger,
+    logarithm_of,
+)
 from mxkv.backends.numba_cuda.primitives import (
     device,
     div,
@@ -20,7 +28,6 @@ from mxkv.backends.numba_cuda.primitives import (
     fma,
     i32,
     i64,
-    log2,
     mul,
     put_float,
     sub,
@@ -35,7 +42,7 @@ _SPLITS_UNDER_WAY = 4
 def reduce_kernel(task: Attention):
     """The kernel that merges a task's splits, as a Python function: sums [queries, heads, splits, value_dim] and
     logarithms [queries, heads, splits]."""
-    heads, value_dim, sinked, threads = task.heads, task.value_dim, task.sinked, task.threads
+    heads, value_dim, threads, divisor_of = task.heads, task.value_dim, task.threads, divider(task.sinked)
     width = VECTOR if value_dim % VECTOR == 0 else 1
     all_values, split_bytes, out_bytes = _SPLITS_UNDER_WAY * width, 4 * value_dim, ELEMENT_BYTES[task.dtype]
     write_columns = columns_writer(width, value_dim, task.dtype)
@@ -76,12 +83,7 @@ def reduce_kernel(task: Attention):
             top = float_of(0)
         for split in range(splits):
             total += exp2(sub(fetch_float(logs + 4 * split), top))
-        divisor = total
-        if sinked and total > 0:
-            divisor += exp2(sub(mul(fetch_float(sink + 4 * head), LOG2E), top))
-        if divisor == 0:
-            divisor = float_of(0x3F800000)
-        factor = div(float_of(0x3F800000), divisor)
+        factor = div(float_of(0x3F800000), divisor_of(top, total, sink, head))
         while at < value_dim:
             for j in range(width):
                 sums[j] = 0
@@ -96,9 +98,6 @@ def reduce_kernel(task: Attention):
             if at < value_dim:
                 fetch_splits(x, partial, 0, splits, at)
         if lse != 0 and cuda.threadIdx.x == 0:
-            logarithm = float_of(MINUS_INFINITY)
-            if total > 0 or total != total:
-                logarithm = top + log2(total)
-            put_float(lse + 4 * block, mul(logarithm, LN2))
+            put_float(lse + 4 * block, mul(logarithm_of(top, total), LN2))
 
     return kernel

@@ -12,10 +12,12 @@ from mxkv.backends.numba_cuda.primitives import (
     cuda,
     device,
     exp2,
+    fetch_float,
     float_of,
     fma,
     i32,
     i64,
+    log2,
     mul,
     put128,
     shared_fetch,
@@ -345,6 +347,27 @@ def columns_of(value_dim: int, heads: int, threads: int, value_bytes: int) -> Co
             found.append((max(issued / 4, moved), issued, Columns(width, mine, turns)))
             groups *= 2
     return min(found)[2]
+
+
+@device
+def logarithm_of(top, total):
+    """The binary logarithm of a head's sum of exponentials, of which the largest is taken out; -inf of no row."""
+    logarithm = float_of(MINUS_INFINITY)
+    if total > 0 or total != total:
+        logarithm = top + log2(total)
+    return logarithm
+
+
+def divider(sinked: bool):
+    """A function that gives what a head's sums are divided by: the sum of its weights, and of its sink's if any."""
+
+    @device
+    def divisor_of(top, total, sink, head):
+        if sinked and total > 0:
+            total += exp2(sub(mul(fetch_float(sink + 4 * head), LOG2E), top))
+        return total if total != 0 else float_of(0x3F800000)
+
+    return divisor_of
 
 
 def columns_writer(width: int, value_dim: int, dtype: str):
